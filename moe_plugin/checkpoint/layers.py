@@ -181,7 +181,8 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
             raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)} in the source "
                                   f"and {tuple(state[ours].shape)} in the layer; build the layer "
                                   "with the settings from layer_settings()")
-        state[ours].copy_(value)
+        if not value.is_meta:  # models without values are traced by `moe-plugin plan`
+            state[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
     layer.ddp_check.begin(layer.experts)

@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_plugin.cli.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
 from moe_plugin.cli.schedule import OF_SIZES, given_options, plan_memory
+from moe_plugin.planner.fine_tuned import FORMATS, STORES
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
@@ -62,6 +63,13 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                    help="tokens per sequence (default: as in the file of the model)")
     p.add_argument("--batch", type=int, default=None, metavar="N",
                    help="sequences per training step (default: as in the file of the model)")
+    p.add_argument("--fine-tune", choices=FORMATS, default=None, metavar="FORMAT",
+                   help="plan a model whose weights are frozen and whose experts have low-rank "
+                        "adapters; number format of the experts' weights: " + ", ".join(FORMATS))
+    p.add_argument("--lora-rank", type=int, default=None, metavar="R",
+                   help="with --fine-tune: rank of the adapters (default: 8)")
+    p.add_argument("--store", choices=STORES, default=None,
+                   help="with --fine-tune: where the experts' weights are stored (default: device)")
     p.add_argument("--cluster", type=Path, default=None, metavar="FILE",
                    help="cluster file (written by `moe-plugin calibrate`, or see "
                         "configs/clusters/)")
@@ -102,8 +110,9 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                        help="with --weights-on host: micro-batches per step (default: the smallest "
                             "number that hides all copies)")
     group.add_argument("--link", default=None, metavar="SIZE",
-                       help="with --memory and --model: bytes per second from the memory or disk "
-                            "that stores the experts to the device (default: 25GB, PCIe 4)")
+                       help="with --memory and --model, or with --store: bytes per second from the "
+                            "memory or disk that stores the experts to the device (default: 25GB, "
+                            "PCIe 4; with --store disk 3GB)")
     group.add_argument("--tokens", type=int, default=None, metavar="N",
                        help="with --memory and --model: number of sequences for which each pass "
                             "generates a token (default: 1)")
@@ -133,7 +142,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.trace:
         check_output(args.trace)
     experts = args.profile is None and None not in (args.memory, args.model, args.device)
-    if not experts and (given := given_options(args, ("link", "tokens"))):
+    if not experts and (given := given_options(
+            args, ("tokens",) if args.store in STORES[1:] else ("link", "tokens"))):
         raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
                          f"or leave --{given[0]} out")
     if args.pipeline is not None:
@@ -174,6 +184,25 @@ def _hardware(args: argparse.Namespace) -> tuple[Any, Any]:
                       args.ranks_per_node), device
 
 
+def _fine_tuning(args: argparse.Namespace) -> Any:
+    """Return how the model is fine-tuned, or None if all of its parameters are trained."""
+    from moe_plugin.planner.fine_tuned import BF16, LINKS, FineTuning
+    from moe_plugin.planner.units import parse_size
+
+    if args.fine_tune is None:
+        if given := given_options(args, ("lora_rank", "store")):
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --fine-tune FORMAT. Add it, or "
+                             f"leave --{given[0].replace('_', '-')} out")
+        return None
+    store = args.store or "device"
+    if args.fine_tune == BF16 and store != "device":
+        raise ValueError(f"--store {store} needs experts that are stored as codes. Use --fine-tune "
+                         "with a format of 4 or 8 bits, or --store device")
+    check_counts(args, "lora_rank")
+    return FineTuning(format=args.fine_tune, rank=args.lora_rank or 8, store=store,
+                      link_bytes_s=LINKS[store] if args.link is None else parse_size(args.link))
+
+
 def _check_sizes(args: argparse.Namespace) -> None:
     """Raise `ValueError` if an option is missing, has an invalid value or has no effect."""
     for name in ("model", *(() if args.gpus else ("cluster",)), "device"):
@@ -206,9 +235,12 @@ def _plan_sizes(args: argparse.Namespace) -> None:
     from moe_plugin.planner.model_search import Space
 
     _check_sizes(args)
+    tuning = _fine_tuning(args)
     cluster, device = _hardware(args)
-    source = read_source(args.model, cluster.ranks, args.sequence, args.batch)
+    source = read_source(args.model, cluster.ranks, args.sequence, args.batch, tuning)
     args.host = args.host or ("megatron" if source.host == YAML else source.host)
+    if tuning is not None and args.host != TRANSFORMERS:
+        raise ValueError(f"--host {args.host} cannot fine-tune quantized experts. Leave --host out")
     if args.write and args.host == TRANSFORMERS:
         raise ValueError(f"--write {short(str(args.write))} needs a launch script, which "
                          "transformers does not have. Add --host megatron, or leave --write out "
@@ -336,8 +368,10 @@ def _plan_prefill(args: argparse.Namespace) -> None:
     if None in (args.prefill, args.kernels, args.model, args.cluster):
         raise ValueError("--prefill LIST, --kernels FILE, --model FILE and --cluster FILE must be "
                          "used together")
-    if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} cannot be combined with --prefill. Leave one of them out")
+    if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile",
+                                      "fine_tune")):
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --prefill. "
+                         "Leave one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
     table = prefill_table(load_model(args.model).in_host(args.host or "megatron"),
@@ -353,7 +387,8 @@ def _plan_pipeline(args: argparse.Namespace) -> None:
     from moe_plugin.planner.pipeline.choice import choose, load_profile
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} cannot be combined with --pipeline. Leave one of them out")
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --pipeline. "
+                         "Leave one of them out")
     profile = load_profile(args.pipeline)
     print(json.dumps(as_dict(profile), indent=1) if args.json else explain(profile))
     if args.trace:

@@ -20,7 +20,8 @@ from moe_plugin.utils.regular_files import check_output, write_regular
 
 # `moe-plugin plan --memory`: where tensors are stored, for a model larger than its device
 STREAMS = {"forward": "tab:blue", "backward": "tab:purple", "recompute": "tab:orange"}
-OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for parallel sizes
+# options only for parallel sizes
+OF_SIZES = ("model", "device", "cluster", "scale", "write", "fine_tune")
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -38,8 +39,8 @@ def plan_memory(args: argparse.Namespace) -> None:
         raise ValueError("--memory SIZE and --profile FILE must be used together. To plan where "
                          "experts are stored, use --memory, --model and --device")
     if given := given_options(args, OF_SIZES[2 * experts:]):
-        raise ValueError(f"--{given[0]} plans parallel sizes, but --memory plans a single device. "
-                         "Leave one of them out")
+        raise ValueError(f"--{given[0].replace('_', '-')} plans parallel sizes, but --memory plans "
+                         "a single device. Leave one of them out")
     if experts and args.weights_on == "host":
         raise ValueError("--weights-on host needs --profile FILE instead of --model")
     if args.accumulate is not None and args.weights_on == "device":

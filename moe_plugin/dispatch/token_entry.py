@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import gather, split, sum_parts
@@ -96,7 +97,7 @@ class TokenEntry:
                              f"[..., {self.model_dim}] (model_dim)")
         if not x.is_floating_point():
             raise ValueError(f"the input has dtype {x.dtype}, but must be a floating-point tensor")
-        if x.is_meta:
+        if x.is_meta and not is_in_torch_dispatch_mode():  # as when the planner traces
             raise ValueError(
                 "the input is on the meta device, but routing depends on the values of the tokens. "
                 "Move the layer to a real device with to_empty() before the first forward pass")

@@ -240,6 +240,8 @@ class FFNExperts(Experts):
         as `peft` does.
         """
         place, drawn = self.placement, []
+        if self.w_in_LDF.is_meta:
+            return torch.empty(place.local, shape[0] // place.shards, shape[1], device="meta")
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
             whole.uniform_(-shape[0]**-0.5, shape[0]**-0.5,

@@ -46,12 +46,13 @@ class LayerShape:
         latent_dim: width to which tokens are projected before they are sent to the experts, or 0
             without a projection.
         element_bytes: number of bytes per element of activations and parameters.
-        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
-            least 1.
+        skew: rows on the busiest rank divided by the mean number of rows per rank. At least 1.
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
         guests: maximum number of experts that a rank may borrow from other ranks at the same time.
         limits: restrictions of the router on which experts a token can select.
         visits: measured numbers of ranks and nodes to which a token is sent. None means unknown.
+        row_saved: bytes stored per row for backward. 0 means the formula of `_memory`.
+        frozen_bytes: size of the weights of one expert in bytes, or 0 if the weights are trained.
     """
 
     tokens: int
@@ -68,6 +69,8 @@ class LayerShape:
     guests: int = 2
     limits: Limits = Limits()
     visits: Visits | None = None
+    row_saved: float = 0.0
+    frozen_bytes: float = 0.0
 
     @property
     def rows(self) -> float:
@@ -86,7 +89,8 @@ class LayerShape:
     @property
     def expert_bytes(self) -> float:
         """Total size in bytes of the weight matrices of one expert."""
-        return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
+        weights = self.matrices * self.row_dim * self.hidden_dim
+        return self.frozen_bytes or weights * self.element_bytes
 
     @property
     def row_dim(self) -> int:
@@ -136,15 +140,14 @@ class _Sizes:
         gather: group of ranks that gather each other's parameters.
         piece: number of bytes that each rank contributes to the all-gather of parameters.
         out: number of bytes that one rank sends to the experts.
-        rows_here, experts_here, inner: number of rows, number of experts and inner width of the
-            experts on one rank.
+        rows_here, experts_here, inner: rows, experts and inner width of experts on one rank.
         tokens: size in bytes of one rank's tokens if all ranks gather the tokens, otherwise 0.
         travel: number of bytes that the busiest rank sends or receives, as a multiple of `out`.
         lend: number of bytes of lent expert weights that the busiest rank sends or receives.
         guests: maximum number of experts that a rank borrows at the same time.
         once: numbers of rows per token if tokens are sent once per rank or node, otherwise None.
-        gather_s, reduce_s: time in seconds to gather the parameters, and to reduce the parameters'
-            gradients.
+        gather_s, reduce_s, lend_s: time in seconds to gather the parameters, to reduce their
+            gradients, and to lend experts.
     """
 
     shards: int
@@ -161,11 +164,11 @@ class _Sizes:
     once: OnceRows | None = None
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    lend_s: float = 0.0
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts. The costs cover both the forward and the
-    backward pass."""
+    """Return the costs of moving rows and lending experts in the forward and backward passes."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -324,7 +327,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
     if sizes.piece:
         tasks.append(Task("gather", NETWORK, sizes.gather_s, (), "parameters"))
     if sizes.lend:
-        tasks.append(Task("lend", NETWORK, _lend_s(cluster, sizes), ("gate",), "parameters"))
+        tasks.append(Task("lend", NETWORK, sizes.lend_s, ("gate",), "parameters"))
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 1), choice, d,
                               ("out", "back"), "dispatch", _names(tasks, "parameters"))
     last = _names(tasks, "a2a_back" if sizes.out else "experts")
@@ -337,30 +340,26 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
-    tasks += _through_experts(cluster, _Work(shape, sizes, device, 2), choice, d, ("back", "out"),
-                              "combine")
+    work = _Work(shape, sizes, device, 1 if shape.frozen_bytes else 2)
+    tasks += _through_experts(cluster, work, choice, d, ("back", "out"), "combine")
     last = _names(tasks, "a2a_out" if sizes.out else "experts")
     if sizes.piece:
         tasks.append(Task("reduce", NETWORK, sizes.reduce_s, _names(tasks, "experts"),
                           "gradients"))
     if sizes.lend:
-        tasks.append(Task("return", NETWORK, _lend_s(cluster, sizes), last, "gradients"))
+        tasks.append(Task("return", NETWORK, sizes.lend_s, last, "gradients"))
     gate = device.matmul_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
                            shape.tokens * shape.model_dim * shape.element_bytes)
     return [*tasks, Task("dispatch", COMPUTE, copies, last, "dispatch"),
             Task("gate", COMPUTE, gate, ("dispatch",), "gate")]
 
 
-def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
-    return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
-
-
 def _memory(shape: LayerShape, sizes: _Sizes) -> float:
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
-    rows = sizes.rows_here * shape.element_bytes * width
-    return gathered + rows + 2 * sizes.out
+    row = shape.row_saved or shape.element_bytes * width
+    return gathered + sizes.rows_here * row + 2 * sizes.out
 
 
 def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
@@ -371,15 +370,16 @@ def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Si
         for kind, seconds in native.items():
             planned = collectives(kind, whole)
             native[kind] = seconds if planned is None else planned
-    return replace(sizes, gather_s=native["all_gather"], reduce_s=native["reduce_scatter"])
+    lent = all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
+    return replace(sizes, gather_s=native["all_gather"], reduce_s=native["reduce_scatter"],
+                   lend_s=lent)
 
 
 def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                collectives: Seconds | None = None) -> LayerCost:
     """Predict the cost of a layer that uses all ranks of `cluster`.
 
-    collectives: function that returns the times of planned collectives that gather and reduce
-    parameters. Defaults to the times of native collectives."""
+    collectives: function that returns the times of planned collectives. Defaults to native ones."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "

@@ -125,12 +125,14 @@ class ModelShape:
     element_bytes: int = 2
     state_bytes: int = 16
     sharded_parameters: ClassVar[bool] = False  # whether replicas divide weights and gradients
+    backward: ClassVar[float] = 2.0  # FLOPs of the backward pass, relative to the forward pass
+    row_saved: ClassVar[float] = 0.0  # see `LayerShape`
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 0 if f.default in (0, None) else 1
-            if f.type == "bool" or value is None:
+            if f.type == "bool" or not isinstance(value, int | float):
                 continue
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
@@ -219,8 +221,21 @@ class ModelShape:
         return LOGITS_BYTES * self.sequence * self.vocab
 
     def buffer_bytes(self, plan: ModelPlan) -> dict[str, float]:
-        """Return the sizes in bytes of other tensors of a rank, which the formulas leave out."""
+        """Return the sizes in bytes of other tensors of a rank, which the formulas leave out or
+        compute differently.
+        """
         return {}
+
+    def extra_s(self, device: Device, plan: ModelPlan) -> dict[str, float]:
+        """Return the time in seconds of other components of a training step."""
+        return {}
+
+    @property
+    def synchronized_bytes(self) -> tuple[float, float]:
+        """Bytes per parameter outside and inside the experts that an all-reduce of equal duration
+        sends.
+        """
+        return (GRADIENT_BYTES * (1.5 if self.sharded_parameters else 1.0),) * 2
 
     def parameter_bytes(self) -> dict[str, float]:
         """Return the number of bytes per parameter for weights, for gradients and for the optimizer
@@ -253,7 +268,8 @@ class ModelShape:
                           experts=self.experts,
                           top_k=self.top_k, capacity_factor=self.capacity_factor, skew=self.skew,
                           gated=self.gated,
-                          element_bytes=self.element_bytes, limits=self.limits)
+                          element_bytes=self.element_bytes, limits=self.limits,
+                          row_saved=self.row_saved)
 
     @property
     def limits(self) -> Limits:

@@ -24,8 +24,6 @@ from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 
-BACKWARD = 2.0
-
 
 @dataclass(frozen=True)
 class PlanCost:
@@ -89,7 +87,7 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
     parts = {name: micro * seconds for name, seconds in stage.items()}
     parts["pipeline bubble"] = (plan.pp - 1) * sum(stage.values())
     parts["gradient reduction"] = gradient_s(model, cluster, plan)
-    return parts
+    return parts | model.extra_s(device, plan)
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
@@ -108,7 +106,8 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
         "dense FFN": 2.0 * model.matrices * tokens * d * model.ffn_dim,
         "output head": 2.0 * tokens * d * model.vocab
     }
-    return {name: (1 + BACKWARD) * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
+    passes = 1 + model.backward
+    return {name: passes * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
 
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
@@ -158,13 +157,14 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     gradients are scattered, which takes one and a half times as long as an all-reduce.
     """
     groups, total = plan.groups(), 0.0
+    dense, expert = model.synchronized_bytes
     if plan.dp > 1:
         total += all_reduce_s(cluster, groups["dp"],
-                              4 * model.dense_parameters / (plan.tp * plan.pp))
+                              dense * model.dense_parameters / (plan.tp * plan.pp))
     if plan.expert_dp > 1:
         total += all_reduce_s(cluster, groups["expert_dp"],
-                              4 * expert_parameters(model, plan))
-    return total * (1.5 if model.sharded_parameters else 1.0)
+                              expert * expert_parameters(model, plan))
+    return total
 
 
 def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
@@ -218,7 +218,7 @@ def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: Mod
     """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
-    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.row_dim * model.expert_dim
+    flops = (1 + model.backward) * 2 * model.matrices * rows * model.row_dim * model.expert_dim
     return sum(time_of(model, cluster, device, plan, flops / device.flops).values())
 
 
@@ -289,7 +289,7 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     Args:
         experts: for each layer of the stage, whether the layer is an MoE layer.
     """
-    plan, share = cost.plan, 1 / (1 + BACKWARD)
+    plan, share = cost.plan, 1 / (1 + model.backward)
     micro = plan.micro_batches(model)
     layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, micro)

@@ -24,6 +24,7 @@ class TracedModel(ModelShape):
         dense_saved: bytes that autograd saves in one layer without experts.
         moe_saved: bytes that autograd saves in one layer with experts, outside the routed experts.
         ends_saved: bytes that autograd saves in the embedding, the output head and the loss.
+        row_saved: bytes that autograd saves in the routed experts, per row.
         extra: bytes of temporary tensors when most memory is used.
         largest_matrix: number of parameters in the largest stack of expert weights. The gradient of
             this stack is computed before it is added to the existing gradient.
@@ -39,6 +40,7 @@ class TracedModel(ModelShape):
     dense_saved: int = 0
     moe_saved: int = 0
     ends_saved: int = 0
+    row_saved: float = 0.0  # type: ignore[misc]
     extra: int = 0
     largest_matrix: int = 0
     weight_bytes: float = 2

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.planning.launch import FAIRSEQ, MEGATRON, TRANSFORMERS, YAML, Flags, flags_of
+from moe_plugin.planner.fine_tuned import BF16, DECODED_BYTES, FineTuning
 from moe_plugin.planner.model import ModelShape, load_model
+from moe_plugin.planner.units import show_size
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
 
@@ -63,7 +65,8 @@ def host_of(path: Path) -> str:
     return FAIRSEQ if "--arch" in text and "--num-layers" not in text else MEGATRON
 
 
-def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) -> ModelFile:
+def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None,
+                tuning: FineTuning | None = None) -> ModelFile:
     """Read a model.
 
     Args:
@@ -72,10 +75,15 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
         gpus: number of devices, which determines the default number of sequences per step.
         sequence: number of tokens per sequence. Defaults to the number in the file.
         batch: number of sequences per training step. Defaults to the number in the file.
+        tuning: how the model is fine-tuned. Optional. By default, all parameters are trained.
     Raises:
         ValueError: If the file cannot be read, or if the model has no experts.
     """
     host = host_of(path)
+    if tuning is not None and host != TRANSFORMERS:
+        raise ValueError(f"--fine-tune {short(tuning.format)} needs a model of transformers, but "
+                         f"--model {short(str(path))} is a {host} file. Pass a Hugging Face folder "
+                         "or config.json")
     if host == YAML:
         model = load_model(path)
         given = {"sequence": sequence, "global_batch": batch}
@@ -98,9 +106,18 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
             assumed.append(f"{SEQUENCE} tokens per sequence (--sequence)")
         if batch is None:
             assumed.append(f"{default_batch} sequences per step (--batch)")
-        model = traced_model(config, file, length, batch or default_batch)
-        assumed += ["weights, gradients and both moments of Adam in bf16",
-                    "fused attention, which stores no scores"]
+        model = traced_model(config, file, length, batch or default_batch, tuning)
+        assumed += ["fused attention, which stores no scores"]
+        if tuning is None:
+            assumed += ["weights, gradients and both moments of Adam in bf16"]
+        else:
+            assumed += [f"adapters of rank {tuning.rank} for all experts, with gradients and both "
+                        "moments of Adam in bf16", "all other parameters frozen in bf16"]
+            assumed += [f"decoding reads and writes {DECODED_BYTES} bytes per weight and pass"
+                        ] if tuning.format != BF16 else []
+            assumed += [f"{show_size(tuning.link_bytes_s)}/s from the {tuning.store} to each rank "
+                        "(--link), not overlapped with computation"
+                        ] if tuning.store != "device" else []
         return ModelFile(host=host, assumed=tuple(assumed), model=model)
     script, given_flags = (None, {}) if path.suffix in (".yaml", ".yml") else flags_of(
         path, "num-layers" if host == MEGATRON else "arch")

@@ -2,13 +2,16 @@
 layer.
 
 Tensors on the meta device have shapes and dtypes but no values. A training step therefore takes no
-memory, and the memory of any model can be counted on any machine. Only the first layer of each kind
-is run, because layers with equal parameters save equally many bytes. Attention is assumed to be
-fused, so that no scores are saved. A number that is read from a tensor is 1.
+memory, and the memory of any model can be counted on any machine. Only the first two layers of each
+kind are run, because layers with equal parameters save equally many bytes, except before the first
+trainable parameter. Attention is assumed to be fused, so that no scores are saved. A number that is
+read from a tensor is 1, and a list of numbers divides the rows of the experts equally. Of the tiles
+of a frozen weight, only the first one is decoded.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_plugin.kernels.frozen import FrozenWeight
 
 OUTSIDE = -1  # index of the embedding, the output head and the loss among the layers
 
@@ -32,12 +37,16 @@ class LayerBytes:
         expert_parameters: number of parameters of the routed experts.
         saved: bytes that autograd saves outside the routed experts.
         expert_saved: bytes that autograd saves in the routed experts.
+        frozen_bytes: size of the frozen parameters of the routed experts in bytes.
+        trained: number of trainable parameters of the routed experts.
     """
 
     parameters: int
     expert_parameters: int
     saved: int
     expert_saved: int
+    frozen_bytes: int
+    trained: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +141,22 @@ class AliveBytes(TorchDispatchMode):
 
 
 class _MetaOperators(AliveBytes):
-    """Count the bytes of living tensors, and replace operators that need values."""
+    """Count the bytes of living tensors, and replace operators that need values.
+
+    rows: number of rows of all experts, which is divided equally if the host reads the counts.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            counts, rest = torch.zeros(args[0].shape, dtype=torch.int64), self.rows
+            for index in range(counts.numel()):
+                counts.view(-1)[index] = share = -(-rest // (counts.numel() - index))
+                rest -= share
+            return counts.to(args[0].dtype)
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1
         if func is torch.ops.aten._grouped_mm.default:  # its meta kernel refuses float32
@@ -204,8 +226,26 @@ def _skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
             del layer.forward
 
 
+@contextmanager
+def _own_layers() -> Iterator[None]:
+    """Inside the block, MoE layers of this package run on the meta device."""
+    enabled, tiles = torch.is_autocast_enabled, FrozenWeight.tiles
+
+    def first_tile(weight: FrozenWeight, expert: int) -> Iterator[tuple[slice, Tensor]]:
+        return itertools.islice(tiles(weight, expert), 1)
+
+    # torch has no autocast for the meta device, and refuses the question
+    changed: Any = torch
+    changed.is_autocast_enabled = lambda device="cuda": device != "meta" and enabled(device)
+    FrozenWeight.tiles = first_tile  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        changed.is_autocast_enabled, FrozenWeight.tiles = enabled, tiles  # type: ignore[method-assign]
+
+
 def trace(model: nn.Module, layers: Sequence[nn.Module], experts: Sequence[nn.Module],
-          loss: Callable[[nn.Module], Tensor]) -> ModelBytes:
+          loss: Callable[[nn.Module], Tensor], rows: int = 0) -> ModelBytes:
     """Run the forward and backward passes of a model on the meta device, and count its bytes.
 
     Args:
@@ -213,38 +253,51 @@ def trace(model: nn.Module, layers: Sequence[nn.Module], experts: Sequence[nn.Mo
         layers: the decoder layers of the model, in their order.
         experts: the modules that compute the routed experts.
         loss: function that runs the model for one micro-batch and returns the loss.
+        rows: number of rows that the experts of a layer compute.
     """
     model.train()
     kinds = [kind_of(layer) for layer in layers]
-    first = {kind: kinds.index(kind) for kind in kinds}
-    others = [layer for index, layer in enumerate(layers) if index not in first.values()]
-    saved, operators = _Saved(model, layers, experts), _MetaOperators()
+    # for each layer, the first layer of its kind, or the second one for all later layers
+    like = [[i for i, kind in enumerate(kinds[:index + 1]) if kind == kinds[index]][:2][-1]
+            for index in range(len(kinds))]
+    others = [layer for index, layer in enumerate(layers) if index not in like]
+    saved, fewer = _Saved(model, layers, experts), _Saved(model, (), ())
+    operators = _MetaOperators(rows)
     routed = {id(p): p for module in experts for p in module.parameters()}
+    # gradients of whole stacks depend on the number of ranks, but those of adapters are small
+    stacks = [] if any(not p.requires_grad for p in routed.values()) else list(routed.values())
     for parameter in model.parameters():  # gradients exist throughout the step
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     operators.leave_out((*model.parameters(), *model.buffers(),
                          *(p.grad for p in model.parameters() if p.grad is not None)))
     try:
-        with _skipping(others):
-            # two runs, because the hooks keep tensors alive that the backward pass releases
-            with _MetaOperators(), saved_tensors_hooks(saved.pack, lambda x: x):
+        with _skipping(others), _own_layers():
+            # separate runs, because the hooks keep tensors alive that the backward pass releases
+            with _MetaOperators(rows), saved_tensors_hooks(saved.pack, lambda x: x):
                 loss(model)
-            for parameter in routed.values():
+            for parameter in stacks:
                 parameter.requires_grad_(False)
+            # without gradients of stacks, fewer tensors are saved
+            with _MetaOperators(rows), saved_tensors_hooks(fewer.pack, lambda x: x):
+                loss(model)
             with operators:
                 loss(model).backward()
     finally:
         for hook in saved.hooks:
             hook.remove()
-        for parameter in routed.values():
+        for parameter in stacks:
             parameter.requires_grad_(True)
     return ModelBytes(
         layers=tuple(LayerBytes(
             parameters=sum(p.numel() for p in layer.parameters() if id(p) not in routed),
             expert_parameters=sum(p.numel() for p in layer.parameters() if id(p) in routed),
-            saved=saved.of(first[kind]), expert_saved=saved.of(first[kind], True))
-            for kind, layer in zip(kinds, layers, strict=True)),
+            saved=saved.of(index), expert_saved=saved.of(index, True),
+            frozen_bytes=sum(p.nbytes for p in layer.parameters()
+                             if id(p) in routed and not p.requires_grad),
+            trained=sum(p.numel() for p in layer.parameters()
+                        if id(p) in routed and p.requires_grad))
+            for index, layer in zip(like, layers, strict=True)),
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        ends_saved=saved.of(OUTSIDE), extra=max(0, operators.peak - saved.total()),
-        largest_matrix=max((p.numel() for p in routed.values()), default=0))
+        ends_saved=saved.of(OUTSIDE), extra=max(0, operators.peak - fewer.total()),
+        largest_matrix=max((p.numel() for p in stacks), default=0))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,13 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
 from moe_plugin.cli.measure.traced_layers import FusedAttention, ModelBytes, trace
+from moe_plugin.experts.ffn import FFNExperts
+from moe_plugin.experts.lora import TARGETS, ExpertRanks
+from moe_plugin.hosts.plain.adapters.add import freeze_experts
+from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
+from moe_plugin.kernels.frozen import FROZEN_FORMATS
+from moe_plugin.layer import named_layers_in
+from moe_plugin.planner.fine_tuned import BF16, FineTunedModel, FineTuning
 from moe_plugin.planner.traced_model import TracedModel
 from moe_plugin.utils.messages import short
 
@@ -70,11 +80,41 @@ def model_bytes(model: nn.Module, sequence: int, batch: int = 1) -> ModelBytes:
     """Trace a micro-batch of `batch` sequences with `sequence` tokens each."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     return trace(model, decoder_layers(model), expert_modules(model),
-                 lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss)
+                 lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss,
+                 batch * sequence * choices(model.config))
 
 
-def traced_model(values: Mapping[str, Any], file: Path, sequence: int,
-                 global_batch: int) -> TracedModel:
+def choices(config: Any) -> int:
+    """Return the number of experts that compute each token."""
+    block = moe_block_of({"model_type": config.model_type})
+    top_k: int = getattr(config, block.key("top_k") if block else "num_experts_per_tok")
+    return top_k
+
+
+def fine_tune(model: nn.Module, tuning: FineTuning) -> None:
+    """Replace the MoE blocks of a model on the meta device, freeze the model, and add adapters.
+
+    Raises:
+        ValueError: If the blocks cannot be replaced, or their weights do not fit the format.
+    """
+    logging.disable(logging.WARNING)  # the warnings are about the training of routers
+    try:
+        swap_moe_blocks(model)
+    finally:
+        logging.disable(logging.NOTSET)
+    model.to("meta")  # also buffers of routers, which are always built on the CPU
+    if tuning.format != BF16:
+        freeze_experts(model, tuning.format)
+    model.requires_grad_(False)
+    for layer in named_layers_in(model).values():
+        assert isinstance(layer.experts, FFNExperts)
+        layer.experts.add_lora(ExpertRanks(
+            {key: [tuning.rank] * layer.config.num_experts for key in TARGETS.values()},
+            dict.fromkeys(TARGETS.values(), 1.0)), 0)
+
+
+def traced_model(values: Mapping[str, Any], file: Path, sequence: int, global_batch: int,
+                 tuning: FineTuning | None = None) -> TracedModel:
     """Build the model of a `config.json`, trace it, and return its sizes.
 
     Args:
@@ -82,8 +122,10 @@ def traced_model(values: Mapping[str, Any], file: Path, sequence: int,
         file: the path of the file, for error messages.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
+        tuning: how the model is fine-tuned. Optional. By default, all parameters are trained.
     Raises:
-        ValueError: If transformers does not know the model, or if the model has no experts.
+        ValueError: If transformers does not know the model, if it cannot be fine-tuned, or if it
+            has no experts.
     """
     import transformers
 
@@ -99,23 +141,41 @@ def traced_model(values: Mapping[str, Any], file: Path, sequence: int,
     if not experts:
         raise ValueError(f"{short(str(file))}: model_type={short(name)} has no routed experts. "
                          "Plan a model with experts, or convert this one with `moe-plugin upcycle`")
-    return shape_of(config, model_bytes(model, sequence), experts[0], sequence, global_batch)
+    stacks = [tuple(p.shape) for p in experts[0].parameters() if p.dim() == 3]
+    if tuning is not None:
+        fine_tune(model, tuning)
+    traced = model_bytes(model, sequence)
+    made = shape_of(config, traced, stacks, sequence, global_batch)
+    return made if tuning is None else _tuned(made, traced, tuning)
 
 
-def shape_of(config: Any, traced: ModelBytes, experts: nn.Module, sequence: int,
+def _tuned(model: TracedModel, traced: ModelBytes, tuning: FineTuning) -> FineTunedModel:
+    """Return the record of a model with frozen weights and adapters."""
+    width, inner = model.model_dim, model.hidden_dim
+    bits = {name: sum(math.prod(shape) for i, o in ((width, inner),) * (model.matrices - 1) + (
+        (inner, width),) for shape in form.shapes(i, o)) / (model.matrices * width * inner)
+        for name, form in FROZEN_FORMATS.items() if not any(
+            form.refusal(i, o, 1, False) for i, o in ((width, inner), (inner, width)))}
+    adapters = sum(layer.trained for layer in traced.layers)
+    return FineTunedModel(**{
+        **{f.name: getattr(model, f.name) for f in fields(model)}, "tuning": tuning,
+        "code_bytes": sum(layer.frozen_bytes for layer in traced.layers),
+        "in_experts": adapters, "format_bytes": {**bits, BF16: 2.0}})
+
+
+def shape_of(config: Any, traced: ModelBytes, stacks: list[tuple[int, ...]], sequence: int,
              global_batch: int) -> TracedModel:
     """Convert the settings and the traced sizes of a model to the planner's record.
 
     Args:
         config: the settings of the decoder.
         traced: the traced sizes of a micro-batch of one sequence.
-        experts: the experts of one layer.
+        stacks: the shapes of the weights of one layer's experts, each [E, *, *].
     Raises:
         ValueError: If the layers with experts have no regular distance.
     """
-    width, stacks = config.hidden_size, [p for p in experts.parameters() if p.dim() == 3]
-    count = stacks[0].shape[0]
-    inner = min(p.numel() for p in stacks) // (count * width)
+    width, count, sizes = config.hidden_size, stacks[0][0], [math.prod(one) for one in stacks]
+    inner = min(sizes) // (count * width)
     positions = [i for i, layer in enumerate(traced.layers) if layer.expert_parameters]
     every = positions[1] - positions[0] if len(positions) > 1 else len(traced.layers)
     if positions != list(range(positions[0], len(traced.layers), every)):
@@ -123,7 +183,7 @@ def shape_of(config: Any, traced: ModelBytes, experts: nn.Module, sequence: int,
                          "which the planner needs. Write the sizes into a YAML file as in "
                          "configs/plans/")
     block = moe_block_of({"model_type": config.model_type})
-    top_k = getattr(config, block.key("top_k") if block else "num_experts_per_tok")
+    top_k = choices(config)
     groups = getattr(config, block.key("groups") if block else "n_group", None) or 1
     in_experts = sum(layer.expert_parameters for layer in traced.layers)
     dense = [layer for layer in traced.layers if not layer.expert_parameters]
@@ -134,11 +194,12 @@ def shape_of(config: Any, traced: ModelBytes, experts: nn.Module, sequence: int,
         sequence=sequence, global_batch=global_batch, moe_every=every, moe_first=True,
         experts=count, hidden_dim=inner, top_k=top_k, groups=groups,
         group_top_k=getattr(config, "topk_group", None) or 1,
-        gated=sum(p.numel() for p in stacks) > 2 * count * width * inner,
+        gated=sum(sizes) > 2 * count * width * inner,
         dense_first=positions[0], outside=traced.parameters - in_experts,
         in_layers=sum(layer.parameters for layer in traced.layers), in_experts=in_experts,
         dense_saved=_mean([layer.saved for layer in dense]),
         moe_saved=_mean([layer.saved for layer in sparse]), ends_saved=traced.ends_saved,
+        row_saved=_mean([layer.expert_saved for layer in sparse]) / (sequence * top_k),
         extra=traced.extra, largest_matrix=traced.largest_matrix, gradient_bytes=2,
         optimizer_bytes=4)
 

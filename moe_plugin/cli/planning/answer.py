@@ -21,8 +21,9 @@ from moe_plugin.cli.planning.launch import (
     moe_settings,
     torchrun_words,
 )
-from moe_plugin.planner.choice import LayoutChoice, legal_r
+from moe_plugin.planner.choice import LayoutChoice, divisors, legal_r
 from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
+from moe_plugin.planner.fine_tuned import BF16, FineTunedModel
 from moe_plugin.planner.model import STATE, ModelPlan, ModelShape
 from moe_plugin.planner.model_search import Found, Space, alternatives, outlines, search, value_of
 from moe_plugin.planner.offload.activation_problem import RECOMPUTE
@@ -31,19 +32,20 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 FASTEST = 3  # number of layouts to show
 MOMENTS_8_BIT = 2  # bytes per parameter of both moments of an 8-bit Adam
-PARTS = {"parameters": "weights", "gradients": "gradients", STATE: "optimizer",
-         "activations": "activations", "MoE rows and gathered": "activations"}
+PARTS = {"codes": "codes", "parameters": "weights", "adapters": "adapters",
+         "gradients": "gradients", STATE: "optimizer", "activations": "activations",
+         "MoE rows and gathered": "activations"}
 
 
 def parts_of(cost: PlanCost) -> dict[str, float]:
     """Return the size in bytes of the weights, gradients, optimizer state, activations and buffers
     on the rank with the highest memory use.
     """
-    sums = dict.fromkeys((*dict.fromkeys(PARTS.values()), "buffers"), 0.0)
+    sums = dict.fromkeys((*PARTS.values(), "buffers"), 0.0)
     for name, size in cost.memory.items():
         part = name.removeprefix("dense ").removeprefix("expert ")
         sums[PARTS.get(part, "buffers")] += size
-    return sums
+    return {part: size for part, size in sums.items() if size or part not in PARTS}
 
 
 def candidates(model: ModelShape, cluster: Cluster, device: Device,
@@ -72,6 +74,11 @@ def savings(model: ModelShape, cost: PlanCost) -> dict[str, float]:
     smaller = parts["optimizer"] * min(moments, MOMENTS_8_BIT) / state if state else 0.0
     smaller += parts["optimizer"] * (state - moments) / state if state else 0.0
     recomputing, offloading = parts["activations"] - kept, parts["optimizer"]
+    if isinstance(model, FineTunedModel):
+        ways = {"recompute all layers": recomputing, **model.savings(plan)}
+        return {name: total - saved for name, saved in ways.items()} | (
+            {"recompute all layers and --store host": total - recomputing - ways["--store host"]}
+            if "--store host" in ways else {})
     return {
         "recompute all layers": total - recomputing,
         "keep the optimizer state on the host": total - offloading,
@@ -133,8 +140,9 @@ def answer(assumed: Sequence[str], model: ModelShape, cluster: Cluster, device: 
     lowest = min([*fitting, *found.plans], key=lambda c: (c.plan.expert_ranks, c.seconds))
     lines = [
         f"fits: {best.plan.label} with {show_size(best.memory_bytes)} of "
-        f"{show_size(device.memory_bytes)} per GPU ({parts}), step {show_time(best.seconds)} "
-        f"({_accuracy(cluster, device)})",
+        f"{show_size(device.memory_bytes)} per GPU ({parts}), {_host(model, cluster, best)}step "
+        f"{show_time(best.seconds)} ({_accuracy(cluster, device)})",
+        *_fewest_ranks(model, cluster, device, space),
         f"lowest expert-parallel size that fits: {lowest.plan.expert_ranks} "
         f"({sizes_of(lowest.plan)}, {show_size(lowest.memory_bytes)}, "
         f"{show_time(lowest.seconds)})",
@@ -146,6 +154,46 @@ def answer(assumed: Sequence[str], model: ModelShape, cluster: Cluster, device: 
     assumed = [*assumed, f"{HEAD_ROOM:.0%} of the memory stays free",
                "step time without the optimizer and the host's work outside of the layers"]
     return [*lines, "assumed: " + "; ".join(assumed)]
+
+
+def _host(model: ModelShape, cluster: Cluster, best: PlanCost) -> str:
+    """Return the host memory that a fine-tuned model needs."""
+    if not isinstance(model, FineTunedModel):
+        return ""
+    size = sum(model.host_bytes(best.plan, cluster.ranks_per_node).values())
+    return f"{show_size(size)} of host memory per node{' (codes)' if size else ''}, "
+
+
+def _fewest_ranks(model: ModelShape, cluster: Cluster, device: Device, space: Space) -> list[str]:
+    """Return the line that states on how many ranks a fine-tuned model fits."""
+    for ranks in divisors(cluster.ranks) if isinstance(model, FineTunedModel) else ():
+        if ranks <= cluster.ranks_per_node or ranks % cluster.ranks_per_node == 0:
+            costs = candidates(model, cluster.with_ranks(ranks), device, space)
+            sizes = [cost for cost in costs if cost.memory_bytes <= device.usable_bytes]
+            if sizes:
+                least = min(sizes, key=lambda cost: cost.seconds)
+                return [f"lowest number of ranks that fits: {ranks} ({sizes_of(least.plan)}, "
+                        f"{show_size(least.memory_bytes)}, {show_time(least.seconds)})"]
+    return []
+
+
+def _fine_tuning(path: Path, model: FineTunedModel, settings: dict[str, Any]) -> list[str]:
+    """Return the lines of a script that fine-tunes a model."""
+    tuning = model.tuning
+    if tuning.store != "device":
+        settings = settings | {"experts": {"store": tuning.store}}
+    frozen = tuning.format != BF16
+    return [
+        "# in train.py:",
+        "#   from moe_plugin.hosts.plain.adapters import add_lora"
+        + (", freeze_experts" if frozen else ""),
+        "#   from moe_plugin.hosts.plain.huggingface import swap_moe_blocks",
+        "#   from moe_plugin.hosts.plain.sharding import fully_shard_model",
+        f"#   model = AutoModelForCausalLM.from_pretrained({str(path)!r}, dtype=\"bfloat16\")",
+        f"#   swap_moe_blocks(model, settings={settings})",
+        *([f"#   freeze_experts(model, {tuning.format!r})"] if frozen else []),
+        f"#   add_lora(model, rank={tuning.rank})",
+        "#   fully_shard_model(model)"]
 
 
 def launch_lines(path: Path, model: ModelShape, cluster: Cluster, plan: ModelPlan,
@@ -162,6 +210,9 @@ def launch_lines(path: Path, model: ModelShape, cluster: Cluster, plan: ModelPla
         return launch_text(launch_words(model, plan, host, start))
     settings = {name: values for name, values in moe_settings(model, plan, False).items()
                 if name in ("dispatch", "parallel", "comm")}
+    if isinstance(model, FineTunedModel):
+        return "\n".join([" ".join([*torchrun_words(start), "train.py"]),
+                          *_fine_tuning(path, model, settings)])
     return "\n".join([
         " ".join([*torchrun_words(start), "train.py"]),
         "# in train.py:",

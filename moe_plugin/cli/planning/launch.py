@@ -26,18 +26,28 @@ BYTES = 257  # number of tokens of the byte tokenizers of both hosts
 COLUMNS = 100
 CONFIG, LINE = "moe.yaml", "launch.sh"  # the files of a plan
 SCRIPT = "pretrain_gpt_moe"  # a script of this package, by its name in the launcher
-FAIRSEQ_TRAIN = '"$(which fairseq-train)"'  # already quoted, and expanded by the shell
 BALANCE = "0.01"  # weight of the balance loss
 STEPS, RATE = "10000", "0.0005"  # number of training steps, and Adam's learning rate
-_ARRAY = re.compile(r"^[ \t]*(\w+)\+?=\((.*?)\)", re.S | re.M)
-_TEXT = re.compile(r"""^[ \t]*(?:export[ \t]+)?(\w+)=(?:"([^"]*)"|'([^']*)'|([^\s;#]*))""", re.M)
+_CALL = r"""\$\((?:[^()"']|"[^"]*"|'[^']*'|\([^()]*\))*\)|`[^`]*`"""  # the output of a command
+_ARRAY = re.compile(rf"^[ \t]*(\w+)\+?=\(((?:{_CALL}|[^)])*)\)", re.M)
+_QUOTED = rf""""(?:{_CALL}|\\.|[^"\\])*"|'[^']*'"""
+_TEXT = re.compile(rf"^[ \t]*(?:export[ \t]+)?(\w+)=({_QUOTED}|[^\s;#]*)", re.M)
+_WORD = re.compile(rf"""(?:{_CALL}|{_QUOTED}|\\.|[^\s"'`\\])+""")
 _USE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|\$(\w+)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.M)
 # words after which the flags of the training program begin, besides Python files
 _PROGRAMS = "moe_plugin.hosts.megatron.launch", "fairseq-train", "fairseq-hydra-train"
 DEPTH = 10  # number of times that a variable may refer to another variable
 
-# values of flags without leading dashes; `true` for a flag without a value
+
+
+class ShellWord(str):
+    """A word that the shell expands, with the quotes of its script."""
+
+
+FAIRSEQ_TRAIN = ShellWord('"$(which fairseq-train)"')
+SWITCH = ShellWord("true")  # the value of a flag without a value
+# values of flags without leading dashes
 Flags = Mapping[str, str | list[str]]
 
 
@@ -225,7 +235,7 @@ def _with_flags(words: list[str], planned: Sequence[str], given: Flags) -> list[
         planned: the flags that the plan determines; see `host_flags`.
         given: the flags of the user's command; see `flags_of`.
     """
-    kept = {f"--{name}": [] if value == "true" else [value] if isinstance(value, str) else value
+    kept = {f"--{name}": [] if value is SWITCH else [value] if isinstance(value, str) else value
             for name, value in given.items()
             if f"--{name}" not in planned and "parallel" not in name and "pipeline" not in name}
     replaced = {*kept, *(["--bf16"] if "--fp16" in kept else []),
@@ -269,8 +279,7 @@ def launch_text(words: list[str]) -> str:
     """
     parts: list[str] = []
     for word in words:
-        assigns = word.startswith(("OMP_NUM_THREADS=", "$"))
-        shown = word if word == FAIRSEQ_TRAIN or assigns else shlex.quote(word)
+        shown = word if isinstance(word, ShellWord) else shlex.quote(word)
         if word.startswith("--") or not parts:
             parts.append(shown)
         else:
@@ -295,7 +304,7 @@ def flags_of(path: Path, needed: str) -> tuple[str | None, Flags]:
     """Return the Python file and the flags of the last command that contains the flag `needed`.
 
     Returns: the Python file that the command runs, or None, and a mapping from flags without
-        leading dashes to their values. A flag without a value has the value `true`. A flag with
+        leading dashes to their values. A flag without a value has the value `SWITCH`. A flag with
         several values has a list. The flags of `torchrun` are left out.
     Raises:
         ValueError: If the file cannot be read, or contains no such command.
@@ -310,7 +319,8 @@ def flags_of(path: Path, needed: str) -> tuple[str | None, Flags]:
     for match in _ARRAY.finditer(text):
         variables[match[1]] = f"{variables.get(match[1], '')} {' '.join(match[2].split())}"
     for match in _TEXT.finditer(_ARRAY.sub("", text)):
-        variables[match[1]] = " ".join((match[2] or match[3] or match[4] or "").split())
+        quotes = match[2][:1] if match[2][:1] in ("'", '"') else ""
+        variables[match[1]] = " ".join(match[2].removeprefix(quotes).removesuffix(quotes).split())
     rest = _TEXT.sub("", _ARRAY.sub("", text))
     lines = [_expanded(line, variables) for line in rest.splitlines()]
     if next((line for line in lines if line.strip()), "").lstrip().startswith("--"):
@@ -320,14 +330,28 @@ def flags_of(path: Path, needed: str) -> tuple[str | None, Flags]:
         raise ValueError(f"--model {short(str(path))} contains no command with --{needed}. Pass a "
                          "Hugging Face folder or config.json, a Megatron or fairseq launch script, "
                          "or a YAML file as in configs/plans/")
-    words = shlex.split(commands[-1].replace('"', " ").replace("'", " "))
-    starts = [i for i, word in enumerate(words) if word.endswith(".py") or word in _PROGRAMS]
+    words = _words(commands[-1])
+    names = [word.strip("\"'") for word in words]
+    starts = [i for i, name in enumerate(names) if name.endswith(".py") or name in _PROGRAMS]
     program = words[starts[-1]] if starts else ""
-    return (program if program.endswith(".py") else None,
+    return (program if starts and names[starts[-1]].endswith(".py") else None,
             _flags(words[starts[-1] + 1:] if starts else words))
 
 
+def _words(line: str) -> list[str]:
+    """Split a command into words. A quoted word that contains flags is split as well."""
+    words: list[str] = []
+    for word in _WORD.findall(line):
+        if word[:1] == word[-1:] == '"' and word[1:].lstrip().startswith("--"):
+            words += _words(word[1:-1])
+        else:
+            expanded = "$" in word or "`" in word
+            words.append(ShellWord(word) if expanded else "".join(shlex.split(word)))
+    return words
+
+
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
+    line = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line)  # the shell keeps the words of an array
     for _ in range(DEPTH):
         after = _USE.sub(lambda m: variables.get(m[1] or m[3], m[2] or m[0]), line)
         if after == line:
@@ -342,8 +366,9 @@ def _flags(words: list[str]) -> Flags:
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-            current = flags[name] = [value] if value else []
-        elif not (word.startswith("$") and current):  # a variable after a value holds more flags
+            current = flags[name] = [type(word)(value)] if value else []
+        # a variable after a value holds more flags
+        elif not (word.lstrip('"').startswith("$") and current):
             current.append(word)
-    return {name: "true" if not values else values[0] if len(values) == 1 else values
+    return {name: SWITCH if not values else values[0] if len(values) == 1 else values
             for name, values in flags.items()}

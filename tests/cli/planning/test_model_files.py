@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.cli.measure.model_files import read_source
-from moe_plugin.cli.planning.launch import flags_of
+from moe_plugin.cli.planning.launch import _with_flags, flags_of, launch_text
 from moe_plugin.planner.cluster import BETWEEN, DEVICES, cluster_of, device_of
 from tests.cli.planning.published_models import MODELS
 
@@ -100,6 +100,28 @@ def test_the_launch_line_keeps_what_the_plan_does_not_determine(
     assert "pretrain_gpt.py" in line and "--fp16" in line and "--bf16" not in line
     assert "--moe-grouped-gemm" in line and "--context-parallel-size" not in line
     assert line.count("--tensor-model-parallel-size") == 1 and line.count("--lr") == 1
+
+
+@pytest.mark.parametrize(("written", "printed"), [
+    ("""--tokenizer-model $(cat "a b" ')/x.model')/y""",) * 2,
+    ("""--tokenizer-model "$(dirname "$0")/x y.model\"""",) * 2,
+    ("""--tokenizer-model "my tok\"""", "--tokenizer-model 'my tok'"),
+    ("--attention-softmax-in-fp32 true --lr 1e-4", "--attention-softmax-in-fp32 true --lr 1e-4"),
+    ("--attention-softmax-in-fp32=true --tokenizer-model=`cat x`",
+     "--attention-softmax-in-fp32 true --tokenizer-model `cat x`"),
+    ('--save "$OUT/a b" --swiglu', '--save "$OUT/a b" --swiglu'),
+    ('"${MORE[@]}"', "--save 'two words' --tokenizer-model $(cat a)/b"),
+])
+def test_quotes_and_commands_in_values_are_kept(written: str, printed: str,
+                                                tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("MORE=(--save 'two words' --tokenizer-model $(cat a)/b)\n"
+                    f"torchrun pretrain_gpt.py --num-layers 2 {written}\n")
+    script, flags = flags_of(path, "num-layers")
+    assert script == "pretrain_gpt.py"
+    flags = {name: value for name, value in flags.items() if name != "num-layers"}
+    words = _with_flags([], [], flags)
+    assert launch_text(["torchrun", *words]) == f"torchrun {printed}"
 
 
 def test_megatron_script(tmp_path: Path) -> None:
