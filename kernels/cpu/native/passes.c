@@ -123,6 +123,7 @@ typedef struct {
 #define NAMED(name) name##_float32
 #define EXACT 1
 #include "passes.h"
+#include "few.h"
 #undef VALUE
 #undef NAMED
 #undef EXACT
@@ -131,3 +132,4 @@ typedef struct {
 #define NAMED(name) name##_bfloat16
 #define EXACT 0
 #include "passes.h"
+#include "few.h"
