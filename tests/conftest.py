@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -29,13 +30,16 @@ FAST_MARK = "pytest.mark.fast"
 ALL_FAST = re.compile(rf"^pytestmark = .*{re.escape(FAST_MARK)}\b", re.M)
 # by mark: the file that lists further tests with it
 LISTS = {mark: Path(__file__).with_name(f"{name}.txt")
-         for mark, name in (("fast", "fast"), ("slow", "longer"))}
+         for mark, name in (("fast", "fast"), ("slow", "longer"), ("most", "most"))}
 
 
-def listed(mark: str) -> set[str]:
-    """Files, tests and cases (`file`, `file::test`, `file::test[case]`) that have a mark."""
+def listed(mark: str) -> dict[str, int]:
+    """Return the files, tests and cases (`file`, `file::test`, `file::test[case]`) that have a
+    mark. A number N behind a test exempts every N-th of its cases.
+    """
     lines = LISTS[mark].read_text(encoding="utf-8").splitlines()
-    return {line for line in lines if line and line[0] != "#"}
+    parts = (re.fullmatch(r"(.+?)(?: (\d+))?", line) for line in lines if line[:1] not in ("", "#"))
+    return {part[1]: int(part[2] or 0) for part in parts if part}
 
 
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
@@ -50,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
-        config.option.markexpr = "fast and not slow"
+        config.option.markexpr = "fast and not slow and not most"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,11 +71,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lists = {mark: listed(mark) for mark in LISTS}
+    cases: Counter[str] = Counter()
     for item in items:
-        names = {item.nodeid, item.nodeid.split("[")[0], item.nodeid.split("::")[0]}
+        names = (item.nodeid, item.nodeid.split("[")[0], item.nodeid.split("::")[0])
         for mark, lines in lists.items():
-            if lines & names:
+            exempt = next((lines[name] for name in names if name in lines), 1)
+            if not exempt or cases[names[1]] % exempt:
                 item.add_marker(mark)
+        cases[names[1]] += item.get_closest_marker("slow") is None
 
 
 @pytest.hookimpl(wrapper=True)

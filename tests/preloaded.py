@@ -257,9 +257,8 @@ def _become_rank(job: dict[str, Any], rank: int) -> None:
     if job["world"] > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
     os.chdir(job["cwd"])
-    measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-    if measured is not None:  # lines are counted for the test that asked for this rank
-        measured.switch_context(os.environ.get("PYTEST_CURRENT_TEST", ""))
+    if (probes := sys.modules.get("scripts.mutants_study.probes")) is not None:
+        probes.follow()  # lines are counted for the test that asked for this rank
 
 
 if __name__ == "__main__":

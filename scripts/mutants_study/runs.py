@@ -2,89 +2,78 @@
 
 from __future__ import annotations
 
+import ast
+import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
+from scripts.mutants_study import probes
 from scripts.mutants_study.faults import ROOT, Mutant
 
 RUNS = ROOT / "runs" / "mutants"
 KILLED, SURVIVED, NOT_RUN, TIMED_OUT = "killed", "survived", "not executed", "timed out"
 
-PLUGIN = """
-import json, os, time
-import coverage, pytest
-
-def switch(name):
-    measured = coverage.Coverage.current()
-    if measured is not None:
-        measured.switch_context(name)
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    switch(item.nodeid)
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
-        with open(os.environ["MUTANTS_TIMES"], "a") as stream:
-            stream.write(json.dumps([report.nodeid, report.duration, report.outcome]) + "\\n")
-"""
-CONFIG = """
-[run]
-source = moe_plugin
-parallel = true
-data_file = {folder}/data
-patch = subprocess, _exit, fork
-context = ${{PYTEST_CURRENT_TEST-}}
-"""
-
 
 def cover(arguments: list[str], workers: int) -> None:
     """Run the tests once, and record which lines each test executes."""
     folder = RUNS / "coverage"
-    folder.mkdir(parents=True, exist_ok=True)
-    (RUNS / "mutants_plugin.py").write_text(PLUGIN)
-    (folder / "rc").write_text(CONFIG.format(folder=folder))
-    environment = os.environ | {
-        "PYTHONPATH": f"{RUNS}:{ROOT}", "COVERAGE_RCFILE": str(folder / "rc"),
-        "MUTANTS_TIMES": str(folder / "times.jsonl"), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "coverage", "run", f"--rcfile={folder / 'rc'}", "-m",
-                    "pytest", "-q", "-p", "mutants_plugin", "-n", str(workers), "--dist",
-                    "worksteal", *arguments], cwd=ROOT, env=environment, check=False)
-    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={folder / 'rc'}", "-q"],
-                   cwd=ROOT, env=environment, check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    offsets, end = {}, 0
+    for path in sorted((ROOT / "moe_plugin").rglob("*.py")):
+        offsets[str(path)] = end
+        end += len(path.read_bytes().splitlines()) + 1
+    (folder / probes.OFFSETS).write_text(json.dumps(offsets | {"end": end}))
+    hook = Path(sysconfig.get_path("purelib"), "mutants_probes.pth")
+    hook.write_text(f"import os; os.environ.get({probes.FOLDER!r}) and "
+                    f"__import__({probes.__name__!r})\n")
+    try:
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", probes.__name__, "-n",
+                        str(workers), "--dist", "worksteal", *arguments], cwd=ROOT, check=False,
+                       env=os.environ | {probes.FOLDER: str(folder), "OMP_NUM_THREADS": "1"})
+    finally:
+        hook.unlink()
 
 
 class TestsByLine:
     """The tests that execute a line, the quickest first."""
 
     def __init__(self) -> None:
-        import coverage
-
-        self.data = coverage.CoverageData(str(RUNS / "coverage" / "data"))
-        self.data.read()
-        self.files = {Path(name).resolve().as_posix(): name for name in self.data.measured_files()}
-        self.seconds: dict[str, float] = {}
-        for line in (RUNS / "coverage" / "times.jsonl").read_text().splitlines():
-            name, duration, outcome = json.loads(line)
-            if outcome == "passed":
-                self.seconds[name] = duration
+        folder = RUNS / "coverage"
+        self.offsets = json.loads((folder / probes.OFFSETS).read_text())
+        self.tests: list[str] = []
+        seconds, executed = [], []
+        for path in folder.glob("records*.jsonl"):
+            with open(path, encoding="utf-8") as stream:
+                for line in stream:
+                    name, duration, outcome, lines = json.loads(line)
+                    if outcome == "passed":
+                        self.tests.append(name)
+                        seconds.append(duration)
+                        executed.append(np.packbits(np.frombuffer(
+                            zlib.decompress(base64.b64decode(lines)), np.uint8)))
+        self.seconds, self.executed = np.array(seconds), np.array(executed)
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the names of the tests that execute the lines of a mutant."""
-        name = self.files.get((ROOT / mutant.path).as_posix())
-        if name is None:
-            return []
-        lines = self.data.contexts_by_lineno(name)
-        tests = {context.split("|")[-1].removesuffix(" (call)").removesuffix(" (setup)")
-                 for line in range(mutant.first, mutant.last + 1)
-                 for context in lines.get(line, ())}
-        return sorted(tests & self.seconds.keys(), key=self.seconds.__getitem__)
+        """Return the names of the tests that execute the statement of a mutant."""
+        path = ROOT / mutant.path
+        line = max(each.lineno for part in probes.statements(ast.parse(path.read_bytes()))
+                   for each in part if each.lineno <= mutant.last
+                   and (each.end_lineno or each.lineno) >= mutant.first)
+        byte, bit = divmod(self.offsets[str(path)] + line, 8)
+        found = np.flatnonzero(self.executed[:, byte] & (128 >> bit))
+        return [self.tests[number] for number in found[np.argsort(self.seconds[found])]]
 
 
 def tested(mutant: Mutant, tests: list[str], tree: Path, limit_s: float) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from moe_plugin.checkpoint.derived import in_memory
 from moe_plugin.checkpoint.formats.base import open_source
+from moe_plugin.checkpoint.formats.fairseq import neutral
 from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER, by_parameter, names_by_order
+from moe_plugin.checkpoint.upcycle import Upcycling
 from tests.fuzz.samples import sample
 
 pytestmark = pytest.mark.fast
@@ -60,3 +63,16 @@ def test_the_file_whose_state_fits_no_parameter_is_named(tmp_path: Path, rank: i
     with open_source(tmp_path, "fairseq_branch") as source:
         said = source.describe()["optimizer_state"]
     assert said.startswith("not converted: ") and f"checkpoint_last-rank-{rank}.pt" in said
+
+
+@pytest.mark.parametrize("kind", [lambda **values: Namespace(**values), dict, None])
+def test_settings_of_an_upcycled_model_have_the_type_of_the_old_ones(kind: Any) -> None:
+    """fairseq stores `args`, or a `cfg` whose model is a namespace or a mapping."""
+    old = {"args": Namespace(lr=1.0, moe_freq=0)} if kind is None else {
+        "cfg": {"model": kind(moe_freq=0), "task": "t"}}
+    state = neutral._state_of({neutral.STATE: {**old, "optimizer_history": []}, "step": 3},
+                              {"moe_freq": 2}, Upcycling(experts=4, top_k=2))
+    if kind is None:
+        assert state["args"] == Namespace(lr=1.0, moe_freq=2) and "cfg" not in state
+    else:
+        assert state["cfg"] == {"model": kind(moe_freq=2), "task": "t"} and "args" not in state

@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import summary
-from moe_plugin.checkpoint.derived import cast
+from moe_plugin.checkpoint.derived import cast, in_memory
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
@@ -24,9 +24,11 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     open_source,
 )
+from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.formats.huggingface.files import open_safetensors, write_folder
+from moe_plugin.checkpoint.formats.huggingface.names import _block_rules
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
-from moe_plugin.checkpoint.source import MODEL, Source, View
+from moe_plugin.checkpoint.source import MODEL, DerivedSource, Source, View
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -266,3 +268,27 @@ def test_layers_and_settings_are_shown(kind: str, tmp_path: Path) -> None:
         assert layer["num_experts"] == wanted["num_experts"] and "shared" not in name
         # one line for all experts, which are stored one by one
         assert len(layer["experts"]) == 3 and all(one.startswith("*.") for one in layer["experts"])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("most", [1 << 20, 16])
+def test_files_as_safetensors_writes_them(most: int, tmp_path: Path) -> None:
+    """The tensors of each file begin at a multiple of 8 bytes. A single file needs no index."""
+    for width in range(8):
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        source = DerivedSource([in_memory((MODEL, name + "x" * width), torch.ones(4))
+                                for name in "ab"], "hf", {}, {}, "", ())
+        write_folder(folder, {}, source, most, WriteProgress())
+        files = sorted(folder.glob("*.safetensors"))
+        assert all(int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0 for path in files)
+        assert (folder / "model.safetensors.index.json").exists() == (len(files) > 1)
+    assert len(files) == (1 if most > 16 else 2)
+
+
+@pytest.mark.fast
+def test_only_the_bias_of_a_router_is_stored_as_a_row() -> None:
+    rules = {rule.ours[0].rpartition("moe.")[2]: rule.row for family in FAMILIES.values()
+             if family.block is not None and family.block.bias_row
+             for rule in _block_rules(family.block, "model.", True)}
+    assert [name for name, row in rules.items() if row] == ["router.expert_bias"] != list(rules)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.checkpoint.resize import _check_layer, change_expert_parallel
+from moe_plugin.checkpoint.resize import _check_layer, _state, change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.sharding import ddp_model
@@ -176,3 +176,12 @@ def test_shards_must_divide_hidden_units_and_rows() -> None:
     for width, inner in ((5, 10), (6, 9)):
         with pytest.raises(ValueError, match="cannot be split into the 2 shards of 4"):
             _check_layer("block", layer(width, inner), 4)
+
+
+@pytest.mark.fast
+def test_only_an_optimizer_has_state() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], momentum=0.5)
+    assert _state(None, parameter) == _state(optimizer, parameter) == {}
+    optimizer.state[parameter] = {"momentum_buffer": parameter.detach()}
+    assert _state(optimizer, parameter) == optimizer.state[parameter]

@@ -4,6 +4,7 @@ are refused by name at every door.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
-from moe_plugin.checkpoint.formats.huggingface.quantization import dequantized
+from moe_plugin.checkpoint.formats.huggingface.quantization import _is_pair, dequantized
+from moe_plugin.checkpoint.formats.huggingface.requantize import _float8
 from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL, Derived, View, Window, window_shape
 from moe_plugin.cli.main import main
@@ -300,3 +302,29 @@ def test_codes_of_another_format_are_not_cast(tmp_path: Path) -> None:
             CheckpointError, match="'codes' is torch.float8_e4m3fn: .* quantization codes, "
             ".* leave --dtype out"):
         Conversion(source, tmp_path / "out", "plain", CheckpointSizes(dtype=torch.bfloat16)).run()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("block", [(2, 3), (4, 5), (1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_each_block_has_its_own_scale(block: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also the smaller blocks at the edges."""
+    values = torch.randn(2, 5, 7).mul(torch.logspace(-3, 3, 5)[:, None])
+    codes, scales = _float8(values, block, dtype)
+    for row, column in itertools.product(range(5), range(7)):
+        top, left = row // block[0] * block[0], column // block[1] * block[1]
+        largest = values[:, top:top + block[0], left:left + block[1]].abs().amax((1, 2))
+        scale = scales[:, row // block[0], column // block[1]]
+        wide = torch.exp2(scale.float() - 127) if dtype == torch.uint8 else scale
+        near = largest / 448
+        assert ((wide >= 0.99 * near) & (wide <= 2.01 * near)).all()
+        code = codes[:, row, column].float()
+        assert ((code * wide - values[:, row, column]).abs() <= largest / 14).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("block, pair", [
+    ([2, 3], True), ((1, 1), True), ([2], False), ([2, 0], False), ("ab", False),
+    ({1: 2, 3: 4}, False), (None, False), ([2, 3, 4], False), ((2, True), False)])
+def test_blocks_are_two_positive_integers(block: Any, pair: bool) -> None:
+    assert _is_pair(block) is pair

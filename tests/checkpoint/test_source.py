@@ -27,8 +27,18 @@ from moe_plugin.checkpoint.derived import (
 )
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format, open_source
-from moe_plugin.checkpoint.neutral import NeutralModel, check_names, masters
-from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, TensorEntry, View, Window
+from moe_plugin.checkpoint.formats.megatron.common import optimizer_parts, regrouped
+from moe_plugin.checkpoint.formats.megatron.neutral import _kv_heads, _table, _without_name
+from moe_plugin.checkpoint.neutral import DecoderSettings, NeutralModel, check_names, masters
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    CheckpointError,
+    Source,
+    TensorEntry,
+    View,
+    Window,
+    full_window,
+)
 from tests.fuzz.hostile import bounded
 
 pytestmark = pytest.mark.fast
@@ -192,3 +202,49 @@ def test_scores_of_a_group(groups, scores, top_k, group_top_k, expected):
     settings = SimpleNamespace(groups=groups, group_scores=scores, top_k=top_k,
                                group_top_k=group_top_k)
     assert NeutralModel.group_scores.fget(SimpleNamespace(settings=settings)) == expected
+
+
+@pytest.mark.parametrize("part", ["mlp.", "mlp.shared_experts."])
+@pytest.mark.parametrize("gated", [True, False])
+def test_first_matrices_of_megatron(part: str, gated: bool):
+    """One matrix has the rows of the gate before those of the input."""
+    name = f"decoder.layers.1.{part}linear_fc1.weight"
+    ours = part.replace("mlp.shared_experts", "moe.shared")
+    model = DecoderSettings(heads=2, kv_heads=2, norm="rmsnorm", norm_eps=1e-5, activation="silu",
+                            gated=gated, positions="rotary", tied=True)
+    rows = torch.arange(12.0).view(4, 3)
+    found = {one.key[1]: one.read(full_window(one.entry.shape)) for one in
+             _table(model).neutral([in_memory((MODEL, name), rows)], _without_name)}
+    wanted = dict(zip(("w_gate", "w_in"), rows.chunk(2), strict=True)) if gated else {"w_in": rows}
+    assert list(found) == [f"layers.1.{ours}{each}.weight" for each in wanted]
+    assert all(map(torch.equal, found.values(), wanted.values()))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_key_and_value_heads_of_megatron(kv_heads: int):
+    """Four query heads of width 3."""
+    at = "decoder.layers.0.self_attention.linear_"
+    source = InMemory(**{f"{at}proj.weight": torch.zeros(5, 12),
+                         f"{at}qkv.weight": torch.zeros((4 + 2 * kv_heads) * 3, 5)})
+    assert _kv_heads(source, 4) == kv_heads
+
+
+def test_optimizers_of_a_common_state_of_megatron():
+    one, other = {"param_groups": []}, {"optimizer": {}}
+    assert optimizer_parts(one) == [one] and optimizer_parts({1: other, 0: one}) == [one, other]
+    assert [optimizer_parts(value) for value in (None, {}, [1], "text")] == [[]] * 4
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("biases", [True, False])
+def test_groups_of_a_separate_optimizer_for_experts(own: bool, biases: bool):
+    """Dense groups are the templates of groups that experts did not have."""
+    dense = [{"lr": 1.0, "wd_mult": 1.0}, {"lr": 1.0, "wd_mult": 0.0}]
+    experts = {"lr": 2.0, "wd_mult": 1.0, "is_expert_parallel": True}
+    state = {number: {"optimizer": {"param_groups": groups}}
+             for number, groups in enumerate([dense, [experts]])}
+    found = regrouped(state, own, biases)
+    parts = [found[0], found[1]] if own else [found]
+    groups = [part["optimizer"]["param_groups"] for part in parts]
+    bias = [{**dense[1], "is_expert_parallel": True}] if biases else []
+    assert groups == [dense, [experts, *bias]][:len(parts)]

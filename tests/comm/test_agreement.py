@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import moe_plugin
 from moe_plugin import MoELayer
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.agreement import _values
+from moe_plugin.comm.agreement import SHOWN, _differences, _values
 from moe_plugin.config import from_dict
 from moe_plugin.routing import build_router
 from tests.distributed import run_gloo
@@ -84,3 +85,11 @@ def test_every_rank_names_the_setting_the_values_and_the_ranks() -> None:
 def test_many_ranks_are_counted(ranks: int, rest: str) -> None:
     text = _values("top_k", [{"top_k": "1"}] * ranks + [{"top_k": "2"}])
     assert text == f"top_k is 1 on rank {', '.join(map(str, range(16)))}{rest}, 2 on rank {ranks}"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("differ", "rest"), [(SHOWN, ""), (SHOWN + 2, "; and 2 more")])
+def test_many_settings_are_counted(differ: int, rest: str) -> None:
+    settings = [{f"s{number:02}": str(rank) for number in range(differ)} for rank in range(2)]
+    text = _differences(SimpleNamespace(size=2, name="ep"), settings)
+    assert f"s{SHOWN - 1:02} is 0 on rank 0, 1 on rank 1{rest}. They must be equal" in text

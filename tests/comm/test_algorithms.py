@@ -241,13 +241,15 @@ def test_what_is_no_exchange_is_refused() -> None:
 
 
 def test_a_broadcast_belongs_to_its_rank() -> None:
-    """A rank may write into it; neither another rank nor the argument changes."""
+    """A rank may write into it; neither another rank nor the argument changes. It has no gradient,
+    as in torch.
+    """
     def rank(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.full((3,), float(comm.rank))
+        x = torch.full((3,), float(comm.rank), requires_grad=True)
         got = comm.broadcast(x, 1)
         got += comm.rank
         return x, got
 
     for me, (x, got) in enumerate(run_simulated(3, rank)):
         assert torch.equal(x, torch.full((3,), float(me)))
-        assert torch.equal(got, torch.full((3,), 1.0 + me))
+        assert torch.equal(got, torch.full((3,), 1.0 + me)) and not got.requires_grad

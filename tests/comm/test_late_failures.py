@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,3 +197,15 @@ def _met() -> tuple[list[str], set[torch.dtype]]:
 
 def test_all_ranks_meet_before_the_first_message_and_messages_have_dtypes_that_travel() -> None:
     assert run_gloo(2, _met) == [(["all_reduce", "messages"], {torch.uint8})] * 2
+
+
+@pytest.mark.fast
+def test_collectives_are_watched_from_the_first() -> None:
+    class Group:
+        pass
+
+    group = Group()
+    watch = TimeoutWatch(group, 1000.0, "rank 0", str,
+                         event=lambda device: SimpleNamespace(query=lambda: False))
+    watch.add("all_reduce", torch.device("cpu"))
+    assert [what for _, what, _ in watch._pending] == ["all_reduce"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_plugin.comm import LocalComm, Topology, algorithms, run_simulated
+from moe_plugin.comm.by_nodes import _Rows
 from moe_plugin.comm.state import MAX_TAG, GroupState
 from moe_plugin.comm.topology import node_key, node_name
 
@@ -99,3 +101,10 @@ def test_nodes_by_launcher_and_host_name() -> None:
     assert node_name({"GROUP_RANK": "0"}) != node_name({"GROUP_RANK": "1"}) != here
     assert node_name({"SLURM_NODEID": "3"}).startswith("SLURM_NODEID=3@") and here.startswith("@")
     assert len(node_key(16)) == 16 and node_key(16) == node_key(16)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_other_ranks_of_a_node(rank: int) -> None:
+    comm = SimpleNamespace(rank=rank, topology=Topology.uniform(6, 3))
+    peers = range(3) if rank < 3 else range(3, 6)
+    assert sorted([*_Rows(comm, 1, None).others_here(), rank]) == [*peers]

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -207,3 +208,12 @@ def test_messages_are_kept_for_the_time_they_may_take() -> None:
     assert len(state.abandoned) == 2
     state.release_abandoned()
     assert [parts for _, parts in state.abandoned.values()] == [("works", "tensors")]
+
+
+@pytest.mark.fast
+def test_a_rank_waits_until_all_have_come_or_the_time_is_over(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 2)
+    counts = iter([1, 1, 2])
+    assert watchdog._come(SimpleNamespace(add=lambda *_: next(counts)), "ends", 60.0)
+    assert not watchdog._come(SimpleNamespace(add=lambda *_: 1), "ends", 0.0)

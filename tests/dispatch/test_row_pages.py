@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import DispatchConfig, from_dict
 from moe_plugin.dispatch import row_pages as stash_module
-from moe_plugin.dispatch.row_pages import PagedStash, Pages
+from moe_plugin.dispatch.row_pages import PagedStash, PageRing, Pages
 from moe_plugin.dispatch.rows_limit import RowsOverflow, overflowed
 from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.layer import MoELayer
@@ -377,6 +377,20 @@ def test_settings_follow_the_layers_that_exist() -> None:
     stash.ask(last, DispatchConfig(name="bounded", stash_mib=2.0))
     assert (stash.bytes, stash.host_bytes) == (2048, 0)
     assert stash.pages(like).rings[0].slots == 8
+
+
+@pytest.mark.fast
+def test_a_ring_gives_all_of_the_pages_or_none() -> None:
+    ring, index_M = PageRing(3, 10, torch.device("cpu")), torch.arange(2)
+
+    def take(number: int, wanted: bool = True) -> list[int]:
+        return ring.take(torch.tensor(number), index_M, torch.tensor(wanted))[0].tolist()
+
+    first, second = take(2), take(2)
+    assert first == [10, 11] and second == [-1, -1] and take(1, False) == [-1, -1]
+    assert take(1) == [12, -1] and take(1) == [-1, -1]
+    ring.give(torch.tensor(first), index_M)
+    assert take(2) == [10, 11] and take(1) == [-1, -1]
 
 
 @pytest.mark.fast

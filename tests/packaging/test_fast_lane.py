@@ -52,11 +52,11 @@ def test_listed_tests_exist(mark: str) -> None:
                 encoding="utf-8"):
             gone.append(line)
     text = LISTS[mark].read_text(encoding="utf-8").splitlines()
-    assert not gone and len([line for line in text if line in lines]) == len(lines)
+    assert not gone and len([line for line in text if line[:1] not in ("", "#")]) == len(lines)
 
 
 def test_no_test_is_both_fast_and_slow() -> None:
-    assert not listed("fast") & listed("slow")
+    assert not listed("fast").keys() & listed("slow").keys()
 
 
 @pytest.mark.skipif(not (TESTS / "systems").is_dir(), reason="a part of the tests")

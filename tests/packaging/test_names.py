@@ -35,15 +35,28 @@ ALLOWED = {
 }
 # Planted faults that no test of what users see finds in a short time.
 PARTS = {
-    ("checkpoint/test_live.py", "_check_layer"), ("comm/test_agreement.py", "_values"),
-    ("comm/test_gloo.py", "_GATHER"), ("dispatch/test_deepep.py", "_Send"),
+    ("checkpoint/test_fairseq_entries.py", "_state_of"),
+    ("checkpoint/test_huggingface_files.py", "_block_rules"),
+    ("checkpoint/test_live.py", "_check_layer"), ("checkpoint/test_live.py", "_state"),
+    ("checkpoint/test_quantization.py", "_float8"), ("checkpoint/test_quantization.py", "_is_pair"),
+    ("checkpoint/test_source.py", "_kv_heads"), ("checkpoint/test_source.py", "_table"),
+    ("checkpoint/test_source.py", "_without_name"), ("comm/test_agreement.py", "_differences"),
+    ("comm/test_agreement.py", "_values"), ("comm/test_gloo.py", "_GATHER"),
+    ("comm/test_late_failures.py", "_pending"), ("comm/test_topology.py", "_Rows"),
+    ("comm/test_watchdog.py", "_come"), ("dispatch/test_deepep.py", "_Send"),
     ("exactness/test_standing.py", "_marks"), ("exactness/test_standing.py", "_rows"),
     ("hosts/fairseq/test_training.py", "_reduce_and_log_stats"),
     ("hosts/fairseq/test_training.py", "_validating"),
+    ("hosts/megatron/test_megatron_layer.py", "_as_native"),
+    ("hosts/megatron/test_megatron_layer.py", "_as_ours"),
     ("hosts/megatron/test_megatron_layer.py", "_run_split"),
     ("hosts/megatron/test_megatron_layer.py", "_transposed"),
-    ("routing/test_routers.py", "_directions"), ("tuning/test_engine.py", "_goes_on"),
-    ("tuning/test_engine.py", "_tried"),
+    ("hosts/plain/test_wrong_ranks.py", "_voted"), ("routing/test_counts.py", "_add_counts"),
+    ("routing/test_routers.py", "_directions"),
+    ("training/gradients/test_part_gradients.py", "_refuse_tied_groups"),
+    ("tuning/test_compute_tuner.py", "_clean"), ("tuning/test_compute_tuner.py", "_not_before"),
+    ("tuning/test_engine.py", "_goes_on"), ("tuning/test_engine.py", "_tried"),
+    ("tuning/test_layout_tuner.py", "_choose"),
 }
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.model_layers import listen_to
-from moe_plugin.routing import finish_step, pregate
+from moe_plugin.routing import counting, finish_step, pregate
 from moe_plugin.routing.contract import RouterSteps
 from moe_plugin.training.cmcl import EnsembleHeads
 from moe_plugin.utils.run_feature import StepFacts
@@ -246,3 +246,14 @@ def test_a_step_that_is_written_in_place_is_followed(router: dict[str, Any]) -> 
     steps = [next(b for n, b in m.named_buffers() if n.endswith(("router.step", "now")))
              for m in (average, layer)]
     assert torch.equal(*steps)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("again", [False, True])
+def test_counts_have_their_own_memory(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of torch must not return its arguments, also where a pass is repeated."""
+    monkeypatch.setattr(counting, "inside_backward", lambda: again)
+    sums, added = torch.ones(3), torch.ones(3)
+    found = counting._add_counts(sums, added, True, "")
+    assert found.data_ptr() not in (sums.data_ptr(), added.data_ptr())
+    assert torch.equal(found, sums if not again else added) and sums[0] == (1 if again else 2)

@@ -15,6 +15,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.routing.rollouts import (
+    choices_of_layers,
     packed,
     padded,
     replay_rollouts,
@@ -112,6 +113,13 @@ def test_over_ranks_and_micro_batches() -> None:
         return same
 
     assert run_simulated(2, rank) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 3], [-1, 0]])
+def test_selected_layers_must_exist(layers: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must contain 2 numbers in 0\.\.2"):
+        choices_of_layers(choices(5), layers, [EXPERTS] * 2)
+    assert len(choices_of_layers(choices(5), [0, 2], [EXPERTS] * 2)) == 2
 
 
 def test_samples_of_engines() -> None:

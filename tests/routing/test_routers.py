@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, run_simulated
@@ -25,6 +27,7 @@ from moe_plugin.routing import (
     score_functions,
 )
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.routers.balanced import log_plan
 from moe_plugin.routing.routers.hashing import balanced_table
 from moe_plugin.routing.routers.topk import SHORT, _directions
 
@@ -283,6 +286,8 @@ def test_hash_tables_from_settings(tmp_path) -> None:
                                                   info).ids_TK[:, 0].tolist() == [3, 0, 1, 2, 7]
     with pytest.raises(ValueError, match=r"contains experts 0..7, but experts must be in 0..3"):
         make("hash", experts=4, hash={"kind": "file", "path": str(path)})
+    with pytest.raises(ValueError, match=r"contains experts 0..7, but experts must be in 0..6"):
+        make("hash", experts=7, hash={"kind": "file", "path": str(path)})
     with pytest.raises(ValueError, match="router.hash.vocabulary=0 is not valid"):
         make("hash")
     with pytest.raises(ValueError, match="vocabulary=6 is not valid.*5 entries"):
@@ -305,6 +310,29 @@ def test_hash_tables_from_settings(tmp_path) -> None:
         router(x, None, None, TokenInfo(torch.arange(5.0)))
     # padding may carry any id
     assert router(x, torch.arange(5) < 4, None, info).ids_TK[:, 0].tolist()[4] == -1
+
+
+def test_padding_does_not_change_the_plan_of_the_real_tokens() -> None:
+    logits_TE, real_T = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3 > 0
+    torch.testing.assert_close(log_plan(logits_TE, real_T, 5)[real_T],
+                               log_plan(logits_TE[real_T], real_T[real_T], 5))
+
+
+@pytest.mark.parametrize("name", ["sigmoid_bias", "quantile"])
+def test_routers_that_count_remember_an_adapter(name: str) -> None:
+    router = make(name)
+    parametrize.register_parametrization(router, "weight_ED", nn.Identity())
+    router(torch.randn(5, 6))
+    assert router.adapted
+
+
+@pytest.mark.parametrize("name", routers.names())
+def test_counts_of_a_step_cannot_overflow(name: str) -> None:
+    needed = {"hash": {"hash": {"vocabulary": 5}}, "group_limited": {"groups": 4},
+              "sam": {"groups": 4}}
+    counts = [value for key, value in make(name, **needed.get(name, {})).named_buffers()
+              if "load" in key]
+    assert counts and all(count.dtype in (torch.int64, torch.float64) for count in counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])

@@ -425,13 +425,22 @@ def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
     for rows, entry in ((plan, x), (plan.counts, torch.randn(plan.counts.total, x.shape[1]))):
         made = auto.load_of(entry, rows, parameters(p, "gelu"))
         names = ["fused", "grouped", "batched", "loop", "kernels", "kernels split"]
-        later = LaterGrads()
-        runs = auto.trial(made, names, CPU,
-                          dataclasses.replace(parameters(p, "gelu"), later=later))
+        later, hooked = LaterGrads(), list[torch.Tensor]()
+        given = dataclasses.replace(parameters(p, "gelu"), later=later)
+        for value in vars(given).values():
+            if isinstance(value, torch.Tensor):
+                value.requires_grad_().register_hook(hooked.append)
+        runs = auto.trial(made, names, CPU, given)
         assert list(runs) == names
         for run in runs.values():
             run()
         later.compute({})  # a trial has left nothing for the layer's weights
+        assert not hooked
+
+
+def test_trials_run_without_the_modes_of_the_step() -> None:
+    with torch.autocast("cpu"), torch.no_grad(), auto._clean(CPU):
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> None:
@@ -441,3 +450,12 @@ def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> No
     [row] = packages.choice_rows()
     assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith(
         "measured") and row["spread"] == "7 %" and row["age"].endswith("s")
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(("now", "measures"), [(9.0, False), (10.0, True)])
+def test_measurements_go_on_when_the_pause_ends(now: float, measures: bool, tmp_path: Path) -> None:
+    known, times = MeasuredChoices(tmp_path, lambda: now), Times({"a": 2.0, "b": 1.0})
+    known._not_before = 10.0
+    choose(known, "key", times)
+    assert bool(times.ran) is measures

@@ -355,20 +355,37 @@ def test_a_decision_that_is_no_better_than_chance_is_not_kept() -> None:
     assert "differ by less than their spread" in t.latest(0).why
 
 
-@pytest.mark.fast
+def test_calls_without_a_time_are_not_watched() -> None:
+    watched: list[float] = []
+    entry = SimpleNamespace(contest=None, running=False, settled="a")
+    tuner = SimpleNamespace(entries={0: entry}, _watch=lambda *args: watched.append(args[2]))
+    for seconds in (0.0, 1.0, math.inf):
+        Tuner.record(tuner, 0, "a", seconds)
+    assert watched == [1.0]
+
+
 def test_a_candidate_at_the_bound_is_tried() -> None:
     entry = SimpleNamespace(predicted={"a": 1.0, "b": 2.0, "c": 2.5}, measured={}, settled="a")
     rules = SimpleNamespace(settings=TunerSettings(tries=3, within=2.0), always=tuple)
     assert Tuner._tried(rules, entry) == ["a", "b"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("calls", "goes_on"), [(2 * PAUSE - 1, False), (2 * PAUSE, True)])
 def test_a_disturbed_contest_waits_for_each_earlier_round(calls: int, goes_on: bool) -> None:
     contest = SimpleNamespace(rounds=[1, 2], spread=lambda: 2 * DISTURBED, contenders=lambda: "ab")
     entry = SimpleNamespace(open=True, contest=contest, checks=SimpleNamespace(calls=calls))
     rich = SimpleNamespace(settings=TunerSettings(), _affords=lambda *_: True)
     assert Tuner._goes_on(rich, entry) is goes_on
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_calm_contest_has_the_least_number_of_rounds(more: int) -> None:
+    rules = TunerSettings()
+    contest = SimpleNamespace(rounds=[1] * (rules.contest.least + more), spread=lambda: 0.0,
+                              contenders=lambda: "ab")
+    entry = SimpleNamespace(open=True, contest=contest, checks=SimpleNamespace(calls=0))
+    tuner = SimpleNamespace(settings=rules, _affords=lambda *_: True)
+    assert Tuner._goes_on(tuner, entry) is not bool(more)
 
 
 def test_decisions_are_reported_once() -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,17 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
     assert run_simulated(2, rank) == [looks, looks]
 
 
+@pytest.mark.fast
+def test_ranks_agree_in_every_third_call() -> None:
+    engine = SimpleNamespace(exploring=lambda bucket: False, wants_time=lambda bucket: False,
+                             choose=lambda bucket, calls: (bucket, calls))
+    tuner = SimpleNamespace(since=0, every=3, due=False, bucket=0, current=None, tuner=engine,
+                            agree=lambda routing: routing)
+    assert [auto_module.LayoutTuner._choose(tuner, call) for call in range(1, 8)] == [
+        None, None, (3, 3), (3, 3), (3, 3), (6, 3), (6, 3)]
+
+
+@pytest.mark.fast
 def test_calls_between_looks() -> None:
     pace = auto_module.calls_between
     assert [
@@ -113,8 +125,9 @@ def test_calls_between_looks() -> None:
         pace(0.0, 1.0),
         pace(1.0, 1.0),
         pace(math.inf, 1.0),
-        pace(1e-3, 0.0)
-    ] == [3, 1, 1, 8, 8, 8]
+        pace(1e-3, 0.0),
+        pace(0.0, 0.0)
+    ] == [3, 1, 1, 8, 8, 8, 8]
 
 
 def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:

@@ -40,6 +40,13 @@ def sample() -> dict:
     }
 
 
+@pytest.mark.fast
+def test_a_state_of_heads_gets_no_matrix_of_the_embedding() -> None:
+    """fairseq adds the tied matrix to a state without an output matrix."""
+    net = model()
+    net.load_state_dict(net.state_dict())
+
+
 @pytest.mark.parametrize("unit", ["sentence", "token"])
 def test_the_loss_is_the_confident_oracle_loss_by_sentence_or_token(unit: str) -> None:
     net, batch = model().eval(), sample()

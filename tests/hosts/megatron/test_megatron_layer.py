@@ -16,7 +16,8 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.hosts.megatron import parameters
-from moe_plugin.hosts.megatron.state import _transposed
+from moe_plugin.hosts.megatron.losses import trace_key
+from moe_plugin.hosts.megatron.state import _as_native, _as_ours, _transposed
 from tests.experts.exchange_events import logged
 from tests.hosts.megatron.layers import (
     Case,
@@ -498,3 +499,48 @@ def test_parts_of_a_sequence_are_gathered_in_the_layers_own_group(
     x_SBD = torch.randn(5, 2, 4)
     output = layer_module.PluginMoELayer._run_split(layer, x_SBD, None, 2, None)
     assert output.shape == x_SBD.shape and used == [own, own]
+
+
+@pytest.mark.fast
+def test_traces_count_layers_from_zero() -> None:
+    config = SimpleNamespace(num_layers=4)
+    assert [trace_key(number, config, None) for number in (1, 4, 5)] == [
+        ("decoder", None, 0), ("decoder", None, 3), ("mtp", 0, 0)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("theirs, ours, swap", [
+    ("linear_fc1.weight", ("w_gate_LDF", "w_in_LDF"), True),
+    ("linear_fc1.bias", ("b_gate_LF", "b_in_LF"), False),
+    ("linear_fc2.weight", ("w_out_LFD",), True)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_experts_are_at_the_same_place_in_either_format(
+        theirs: str, ours: tuple[str, ...], swap: bool, ranks: int) -> None:
+    """Every rank's part of Megatron's tensor becomes a part of ours, and comes back from it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    def shard(key: str, first: int, rows: int) -> ShardedTensor:
+        """Rows of Megatron's matrix [6, 3], or elements of its vector [6], of expert 1 of 4."""
+        size = (2 if len(ours) == 2 else 1) * 6
+        shape, rest = ((rows, 3), (3,)) if swap else ((rows,), ())
+        return ShardedTensor(key, torch.zeros(1, *shape), torch.float32, (1, *shape),
+                             (4, size, *rest), (1, first, *(0 for _ in rest)),
+                             (4, size // rows, *(1 for _ in rest)), 0, 0)
+
+    rows = 6 // ranks
+    known = {f"mlp.experts.{name}" for name in ours}
+    for half, name in enumerate(ours):
+        for rank in range(ranks):
+            first = half * 6 + rank * rows
+            part = shard(f"mlp.experts.experts.{theirs}", first, rows)
+            factory = _as_ours(part, "mlp.experts.", theirs, known)
+            found = factory.build_fn(factory.key, part.data, 0, None)
+            wide, at = (4, 3, 6) if swap else (4, 6), (1, 0, rank * rows) if swap else (
+                1, rank * rows)
+            assert (found.key, found.global_shape, found.global_offset) == (
+                f"mlp.experts.{name}", wide, at)
+            back = _as_native(found, name, part.key, part.global_shape)
+            again = back.build_fn(back.key, found.data, 0, None)
+            assert (again.key, again.global_shape, again.global_offset,
+                    again.axis_fragmentations) == (
+                part.key, part.global_shape, part.global_offset, part.axis_fragmentations)

@@ -455,3 +455,17 @@ def test_messages_between_stages_use_the_group_of_the_stages(
     executor.Receiver(0, [(2,)], torch.empty, "stages", 3, "outputs")
     executor.Sender(1, "stages", 3, "outputs").send(torch.ones(2))
     assert used == [("irecv", "stages"), ("isend", "stages")]
+
+
+@pytest.mark.fast
+def test_sent_tensors_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo refuses other tensors, and NCCL sends the memory between their elements."""
+    from moe_plugin.hosts.megatron.pipeline import executor
+
+    sent: list[torch.Tensor] = []
+    work = SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr(executor.dist, "isend",
+                        lambda tensor, *_, **__: sent.append(tensor) or work)
+    value = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    executor.Sender(1, "stages", 3, "outputs").send(value)
+    assert sent[0].is_contiguous() and not sent[0].requires_grad and torch.equal(sent[0], value)

@@ -5,8 +5,11 @@ layout in Megatron's own 1F1B.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -296,3 +299,25 @@ def test_what_cannot_be_cut_into_steps_is_refused() -> None:
         for name, message in zip(every, messages, strict=True):
             assert f"does not fit {name}: {name.split('=')[0]} must be" in message
             assert "or turn the overlap off" in message
+
+
+@pytest.mark.fast
+@needs_steps
+def test_rows_and_weights_have_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's schedule frees the memory of a step's arguments before the next step. With one
+    rank, the rows are the tokens themselves.
+    """
+    from moe_plugin.hosts.megatron import stages
+
+    @dataclass
+    class Work:
+        x: Tensor
+
+    monkeypatch.setattr(stages.parameters, "wait_for", lambda experts: None)
+    tokens, weights = torch.ones(3, 4), torch.ones(3)
+    layout = SimpleNamespace(dispatch=lambda x, *_, **__: [Work(x)])
+    call = SimpleNamespace(plan=None, traffic=MagicMock(), layout=layout)
+    moe = SimpleNamespace(_call=call, experts=None)
+    found = stages.Stages.dispatch(moe, tokens, weights)
+    assert found[0].data_ptr() != tokens.data_ptr()
+    assert found[1].data_ptr() != weights.data_ptr()

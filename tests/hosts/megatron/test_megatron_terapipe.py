@@ -369,7 +369,7 @@ def test_chosen_slices_survive_noise(noise: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.fast
 def test_a_number_of_slices_may_be_as_large_as_the_sequence_allows() -> None:
-    assert given_slices("4", 8, 2) == (2, 2, 2, 2)
+    assert given_slices("4", 8, 2) == (2, 2, 2, 2) and given_slices("1", 8, 2) == (8,)
     for text in ("5", "0"):
         with pytest.raises(ValueError, match="pipeline.slices"):
             given_slices(text, 8, 2)

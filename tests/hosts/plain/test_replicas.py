@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin.comm import Comm, run_simulated
-from moe_plugin.training.gradients.replicas import ReplicaReducer
+from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.training.gradients.replicas import Bucket, ReplicaReducer
 
 pytestmark = pytest.mark.fast
 
@@ -96,3 +96,17 @@ def test_without_a_backward_pass_nothing_is_averaged() -> None:
         return weight.grad
 
     assert run_simulated(2, rank, timeout_s=5.0) == [None, None]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_that_changes_after_the_start_is_averaged_anew(late: bool) -> None:
+    parameter, comm = torch.nn.Parameter(torch.zeros(2)), LocalComm()
+    parameter.grad = torch.ones(2)
+    bucket = Bucket([parameter])
+    bucket.add(parameter)
+    bucket.start(comm)
+    if late:
+        parameter.grad += 1
+        bucket.add(parameter)
+    bucket.finish(comm)
+    assert torch.equal(parameter.grad, torch.full((2,), 2.0 if late else 1.0))

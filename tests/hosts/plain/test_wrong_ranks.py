@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.rows_limit import RowsOverflow, with_room
 from moe_plugin.experts.base import is_expert
+from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
 from moe_plugin.training.gradients.replicas import replica_comm
 from moe_plugin.training.gradients.sync import sync_gradients
@@ -401,3 +403,14 @@ def test_on_processes() -> None:
         got, wanted, outvoted = found["pairs"]
         torch.testing.assert_close(got, wanted)
         assert outvoted == (2,)
+
+
+@pytest.mark.fast
+def test_the_loss_of_a_step_with_votes_is_the_mean_over_all_files() -> None:
+    votes = SimpleNamespace(
+        step=3, files_dealt=lambda: [[1.0, None, 2.0], [4.0]], begin_file=lambda: None,
+        ballots=SimpleNamespace(assignment=SimpleNamespace(count=2)),
+        finish=lambda *scales: None, agreed_sums=lambda losses: [sum(losses)])
+    steps = SimpleNamespace(world=SimpleNamespace(device="cpu", size=2),
+                            _backward=lambda batch: torch.tensor([batch]))
+    assert float(TrainingSteps._voted(steps, votes)) == (1.0 + 2.0 + 4.0) / 2

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from moe_plugin import TorchComm
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from moe_plugin.training.gradients.part_gradients import PartGradient
-from moe_plugin.training.gradients.sync import sync_gradients
+from moe_plugin.training.gradients.sync import _refuse_tied_groups, sync_gradients
 from tests.distributed import run_gloo
 from tests.hosts.plain.test_sharding import (
     DenseMoE,
@@ -209,3 +210,11 @@ def test_copies_and_what_is_computed_from_them() -> None:
         assert kinds == [PartGradient, PartGradient, Tensor, Tensor, Tensor]
     norm = sum(own**2 for _, own, _ in found)**0.5  # of a rank's own part, unless asked by torch's
     assert [together for _, _, together in found] == pytest.approx([norm] * 2, rel=1e-12)
+
+
+@pytest.mark.fast
+def test_groups_that_share_parameters_of_experts_are_refused() -> None:
+    one, other = (SimpleNamespace(experts=nn.Linear(2, 2)) for _ in range(2))
+    _refuse_tied_groups({"a": [one, one], "b": [other]})
+    with pytest.raises(ValueError, match="groups 'a' and 'b' share parameters"):
+        _refuse_tied_groups({"a": [one], "b": [other, one]})
