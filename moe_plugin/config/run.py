@@ -321,7 +321,7 @@ class ResizeConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class FinetuneConfig(SettingsSection):
-    """Frozen experts and adapters on them (Megatron). See docs/huggingface.md."""
+    """Frozen experts and adapters on them (Megatron). See docs/frozen.md."""
 
     PATH = "finetune."
 
