@@ -186,9 +186,7 @@ class _KTransformers(torch.autograd.Function):
 def ktransformers(experts: Experts, format: str) -> Side:
     """Return the experts of kt-kernel's fine-tuning, on the codes of `mxfp4` or `fp8`."""
     from kt_kernel.sft.amx import AMXSFTMoEWrapper
-    from kt_kernel.sft.base import KExpertsSFTBuffer
 
-    KExpertsSFTBuffer.clear_cache()  # a buffer of another shape
     p = experts.problem
     of_fp8 = format == "fp8"
     wrapper = AMXSFTMoEWrapper(

@@ -5,6 +5,8 @@ compared with other libraries, with 16-bit weights, and with the least time that
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -129,4 +131,13 @@ def body(shape: str, found: dict[str, Any]) -> list[str]:
     return [*(page(__name__, found) if shape == next(iter(SHAPES)) else []), *own]
 
 
-PARTS = {shape: (partial(measure, shape), partial(body, shape)) for shape in SHAPES}
+def in_child(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Call `measure` in a new process, because kt-kernel's buffers have the shape of the first
+    layer of a process.
+    """
+    given = argparse.Namespace(**{name: getattr(args, name) for name in OPTIONS})
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, shape, given).result()
+
+
+PARTS = {shape: (partial(in_child, shape), partial(body, shape)) for shape in SHAPES}
