@@ -41,8 +41,8 @@ This page is written by `python -m scripts.mutants_study page DATE`, after the c
 `cover`, `run` and `collect`. It was written on {date}. Each sample of mutants belongs to one
 commit, whose line numbers the last table uses. For each mutant, the study runs only the tests that
 execute the changed line, because no other test can find the fault. Not all chosen mutants were run:
-133 of 320 in the first sample, and in the second sample those 149 of 187 whose tests are the
-quickest. These are the lines that few tests execute, so the share of this sample is too low.
+133 of 320 in the first sample, and 150 of 187 in the second sample. In the second sample, most of
+the mutants that were not run are in lines that many tests execute, so its share is too low.
 
 * *Found at first*: a test of `bash scripts/test.sh`, as it was at the commit of the sample, fails.
   This column measures the tests.

@@ -25,8 +25,9 @@ OVERRIDDEN = {
     "extra_repr", "format_field", "get_data_parallel_rank", "get_field", "get_loss_scale",
     "get_normalized_probs", "is_fsdp", "manipulate_search_path", "multiply_grads",
     "num_accumulate", "on_save", "on_train_begin", "on_train_end", "postprocess",
-    "prepare_metric_bag", "preprocess", "pytest_collectreport", "reraise",
-    "routed_experts_compute", "set_extra_state", "smoothed_value",
+    "prepare_metric_bag", "preprocess", "pytest_collectreport", "pytest_runtest_logfinish",
+    "pytest_runtest_logstart", "reraise", "routed_experts_compute", "set_extra_state",
+    "smoothed_value",
 }
 
 
