@@ -231,8 +231,9 @@ def _own_layers() -> Iterator[None]:
     """Inside the block, MoE layers of this package run on the meta device."""
     enabled, tiles = torch.is_autocast_enabled, FrozenWeight.tiles
 
-    def first_tile(weight: FrozenWeight, expert: int) -> Iterator[tuple[slice, Tensor]]:
-        return itertools.islice(tiles(weight, expert), 1)
+    def first_tile(weight: FrozenWeight, expert: int, dtype: torch.dtype
+                   ) -> Iterator[tuple[slice, Tensor]]:
+        return itertools.islice(tiles(weight, expert, dtype), 1)
 
     # torch has no autocast for the meta device, and refuses the question
     changed: Any = torch
