@@ -148,7 +148,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in self.known:
+            if isinstance(value, Tensor) and not value.is_meta and (
+                    value.untyped_storage().data_ptr() not in self.known):
                 self.most = max(self.most, value.numel())
         return made
 

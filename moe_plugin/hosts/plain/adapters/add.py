@@ -321,4 +321,4 @@ def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts | StoredExpe
         check_format(built, format)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return stored  # type: ignore[no-any-return]
+    return cast("FFNExperts | StoredExperts", stored)
