@@ -186,8 +186,9 @@ def _fill(moe: MoELayer, prefix: str, format: str, plain: Source, codes: Source,
 def _load_rest(model: Any, plain: Source) -> None:
     """Read all weights outside of the MoE blocks."""
     inside = tuple(f"{name}." for name, _ in swapped_blocks(model))
-    own: dict[str, Tensor] = {name: value for name, value in model.state_dict().items()
-                              if not name.startswith(inside)}
+    with without_values(model):
+        own: dict[str, Tensor] = {name: value for name, value in model.state_dict().items()
+                                  if not name.startswith(inside)}
     found = {name: plain.read((MODEL, name)).to(value.dtype) for name, value in own.items()
              if (MODEL, name) in plain.entries}
     model.load_state_dict(found, strict=False, assign=True)

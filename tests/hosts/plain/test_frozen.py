@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from moe_plugin import MoEBlock, MoELayer, ddp_model, fully_shard_model
 from moe_plugin.checkpoint import load, save
@@ -74,14 +75,14 @@ def sharded(folder: Path, format: str, experts: dict[str, Any]) -> Tensor:
     comm = TorchComm()
     model = fully_shard_model(adapted(comm, format, **experts))
     train(model, comm, range(2))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
     other = fully_shard_model(adapted(comm, format, **experts))
     with torch.no_grad():
         for value in other.parameters():
             value.zero_()
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    other.load_state_dict(state["model"])
+    state = get_model_state_dict(other)
+    dcp.load({"model": state}, checkpoint_id=folder)
+    set_model_state_dict(other, state)
     return train(other, comm, range(2, 4))
 
 

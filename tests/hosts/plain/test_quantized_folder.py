@@ -87,8 +87,9 @@ class LargestCodes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
-            if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.is_meta and (
-                    func is not torch.ops.aten.view.dtype):  # any tensor is read as bytes
+            # any tensor is read through a vector of bytes
+            if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() > 1 and (
+                    not value.is_meta):
                 self.most = max(self.most, value.numel())
         return made
 
