@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,13 +27,24 @@ from moe_plugin.kernels.cpu.native.functions import INT, INT64, POINTER, functio
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.workspace import scratch
 
-if TYPE_CHECKING:
-    from moe_plugin.kernels.frozen import FrozenWeight
-
 KINDS = ("nf4", "nf4_double", "mxfp4", "fp8", "int8")  # in the order of frozen.c
 RUN, ACROSS, PANEL = 32, 16, 128  # values, rows and columns of a tile or panel in frozen.c
 PACKED = 1 << 22  # values of rows that are packed at once, if each expert has fewer
 SMALL = 1 << 15  # values per thread from which another thread saves time
+
+
+class StoredWeight(Protocol):
+    """The attributes of `frozen.FrozenWeight` that the matmuls use."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def parts(self) -> tuple[Tensor, ...]: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    def tables(self) -> tuple[Tensor, Tensor]: ...
+    def nested_index(self) -> tuple[int, int, int]: ...
+    def tiles(self, expert: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]: ...
 
 
 class _Weight(ctypes.Structure):
@@ -75,19 +86,19 @@ def _functions() -> tuple[Callable[..., None] | None, Callable[..., None] | None
                              INT) if library.multiplies() else None
 
 
-def _readable(weight: FrozenWeight) -> bool:
+def _readable(weight: StoredWeight) -> bool:
     return all(readable(part) and part.shape[0] and part[0].is_contiguous()
                for part in weight.parts)
 
 
-def _expert(weight: FrozenWeight, expert: int) -> _Weight:
+def _expert(weight: StoredWeight, expert: int) -> _Weight:
     _, inner, outer = weight.shape
     parts = [part.data_ptr() + expert * part.stride(0) for part in weight.parts]
     return _Weight(KINDS.index(weight.format), inner, outer, *weight.nested_index(),
                    *(table.data_ptr() for table in weight.tables()), *parts)
 
 
-def decode(weight: FrozenWeight, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
+def decode(weight: StoredWeight, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
     """Compute `FrozenWeight.decoded`, or return None if torch must compute it."""
     if not _readable(weight) or (decodes := _functions()[0]) is None:
         return None
@@ -98,7 +109,7 @@ def decode(weight: FrozenWeight, expert: int, outputs: slice, dtype: torch.dtype
     return to_oI.to(dtype)
 
 
-def multiply(rows: Tensor, groups: RowGroups, weight: FrozenWeight, back: bool) -> Tensor | None:
+def multiply(rows: Tensor, groups: RowGroups, weight: StoredWeight, back: bool) -> Tensor | None:
     """Compute `frozen_products.expert_matmul_frozen`, or return None if torch must compute it."""
     _, inner, outer = weight.shape
     if (rows.dtype != torch.bfloat16 or not readable(rows) or inner % RUN or outer % RUN

@@ -63,7 +63,7 @@ def make_experts(problem: Problem) -> Experts:
     a = {name: draw(RANK, inner) for name, (_, inner) in sizes.items()}
     return Experts(p, {name: draw(*size) for name, size in sizes.items()}, {**a, "gate": a["up"]},
                    {name: draw(outer, RANK) for name, (outer, _) in sizes.items()},
-                   torch.randn(p.experts, p.model_dim, generator=g) * p.model_dim**-0.5)
+                   draw(p.experts, p.model_dim)[0])
 
 
 def decoded(format: str, parts: tuple[Tensor, ...]) -> Tensor:

@@ -238,9 +238,9 @@ def test_each_tile_is_decoded_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) ->
     decoded: list[tuple[int, int]] = []
     own = module.FrozenWeight.decoded
 
-    def noted(self: Any, expert: int, outputs: slice) -> Tensor:
+    def noted(self: Any, expert: int, outputs: slice, dtype: Any) -> Tensor:
         decoded.append((expert, outputs.start))
-        return own(self, expert, outputs)
+        return own(self, expert, outputs, dtype)
 
     monkeypatch.setattr(module.FrozenWeight, "decoded", noted)
     block = MoEBlock(64, num_experts=4, expert_hidden_dim=64, top_k=1)
