@@ -27,8 +27,8 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
 THREAD = 1 << 17  # multiplications per weight for which another thread saves time
-# Largest number of rows of an expert; few.h has space for 64. With instructions for bfloat16 matmuls,
-# `fused` is faster from about 48 rows on (Intel Xeon with AMX, two threads).
+# Largest number of rows of an expert; few.h has space for 64. With instructions for bfloat16
+# matmuls, `fused` is faster from about 48 rows on (Intel Xeon with AMX, two threads).
 MOST = {torch.float32: 64, torch.bfloat16: 32}
 
 
@@ -51,6 +51,7 @@ def few(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tens
     for t in (x, gates_TK, *weights) if torch.is_grad_enabled() else ():
         keep = keep or (t is not None and t.requires_grad)
     call = _Call(native, plan, counts, keep, p.memory)
+    gates_TK = None if gates_TK is None else gates_TK.contiguous()
     return _Few.apply(call, x.contiguous(), gates_TK, *weights)
 
 
@@ -82,24 +83,26 @@ class _Call:
 
     def __init__(self, native: NativePasses, plan: RowPlan | None, counts: list[int], keep: bool,
                  memory: Workspace) -> None:
-        self.native, self.plan, self.keep, self.memory = native, plan, keep, memory
+        self.native, self.keep, self.memory = native, keep, memory
+        self.maps = None if plan is None else (plan.source_R.contiguous(),
+                                               plan.position_TK.contiguous())
         self.start = (INT64 * (len(counts) + 1))(*accumulate(counts, initial=0))
         self.rows = self.start[-1]
 
-    def make(self, purpose: str, columns: int, like: Tensor) -> Tensor:
-        """Return an uninitialized tensor with one row per row of the experts."""
-        return self.memory.empty(f"few {purpose}", (self.rows, columns), like)
+    def buffers(self, purpose: str, like: Tensor, *widths: int) -> tuple[Tensor, ...]:
+        """Return uninitialized memory for the rows of each width, in one allocation."""
+        sizes = [self.rows * width for width in widths]
+        return self.memory.empty(f"few {purpose}", (sum(sizes),), like).split_with_sizes(sizes)
 
     def run(self, compiled: Callable[..., None], weights: Sequence[Tensor | None],
             grads: Sequence[Tensor | None], gates_TK: Tensor | None, x: Tensor, *others:
             Tensor | None) -> None:
         """Call a compiled function. others: the tensors from `grad_y` to `grad_gates` in few.h."""
-        w_in, plan = weights[0], self.plan
+        w_in, maps = weights[0], self.maps or (None, None)
         assert w_in is not None
-        choices = 1 if plan is None else plan.position_TK.shape[1]
+        choices = 1 if maps[1] is None else maps[1].shape[1]
         values = [x.shape[0], choices, *w_in.shape, ctypes.addressof(self.start)]
-        tensors = [None, None] if plan is None else [plan.source_R, plan.position_TK]
-        values += [0 if t is None else t.data_ptr() for t in (*tensors, gates_TK, x, *others)]
+        values += [0 if t is None else t.data_ptr() for t in (*maps, gates_TK, x, *others)]
         for w, bias, grad, bias_grad in zip(weights[::2], weights[1::2], grads[::2], grads[1::2],
                                             strict=True):
             values += [0 if t is None else t.data_ptr() for t in (w, grad, bias, bias_grad)]
@@ -113,15 +116,18 @@ class _Few(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, gates_TK: Tensor | None,
                 *weights: Tensor) -> Tensor:
         wide, (width, inner) = x.float(), weights[0].shape[1:]
-        before_RF, rows_RD = call.make("before", inner, wide), call.make("rows", width, wide)
-        up_RF = None if weights[2] is None else call.make("up", inner, wide)
-        after_RF = call.make("after", inner, wide) if call.keep else before_RF
-        y = None if call.plan is None else torch.empty_like(x)
+        up = 0 if weights[2] is None else inner
+        before_RF, up_RF = call.buffers("inner", wide, inner, up)
+        [after_RF] = call.buffers("after", wide, inner) if call.keep else [before_RF]
+        rows_RD = call.memory.empty("few rows", (call.rows, width), wide)
+        y = None if call.maps is None else torch.empty_like(x)
         call.run(call.native.few_forward, as_float(weights), [None] * 6, gates_TK, wide, None,
                  before_RF, up_RF, after_RF, None, None, rows_RD, None, y, None)
         if call.keep:
             ctx.call = call
-            ctx.save_for_backward(x, gates_TK, before_RF, up_RF, rows_RD, *weights)
+            # without gates the rows are the output, which the caller may change
+            kept = rows_RD if gates_TK is not None and gates_TK.requires_grad else None
+            ctx.save_for_backward(x, gates_TK, before_RF, up_RF, kept, *weights)
         return rows_RD.to(x.dtype) if y is None else y
 
     @staticmethod
@@ -129,18 +135,23 @@ class _Few(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         call, (x, gates_TK, before_RF, up_RF, rows_RD, *weights) = ctx.call, ctx.saved_tensors
         need_x, need_gates, *needs = ctx.needs_input_grad[1:]
-        inner, wide = weights[0].shape[2], grad_y.float().contiguous()
+        # hooks on saved tensors may have changed dtype or layout
+        before_RF, up_RF, rows_RD, wide_x, wide = (
+            t if t is None else t.float().contiguous()
+            for t in (before_RF, up_RF, rows_RD, x, grad_y))
+        width, inner = weights[0].shape[1:]
         grads = [
             None if w is None or not need else torch.empty_like(w, dtype=torch.float32)
             if index % 2 else as_it_lies(f"gradient {index}", w, call.memory)
             for index, (w, need) in enumerate(zip(weights, needs, strict=True))]
-        grad_rows = call.make("grad rows", x.shape[1], wide)
-        grad_x = torch.empty_like(x) if need_x and call.plan is not None else None
+        after_RF, grad_RF, grad_up_RF = call.buffers("grad inner", wide, inner, inner,
+                                                     inner if up_RF.numel() else 0)
+        grad_rows = call.memory.empty("few grad rows", (call.rows, width), wide)
+        grad_x = torch.empty_like(x) if need_x and call.maps is not None else None
         grad_gates = torch.empty_like(gates_TK) if need_gates else None
-        call.run(call.native.few_backward, as_float(weights), grads, gates_TK, x.float(), wide,
-                 before_RF, up_RF, call.make("after", inner, wide), call.make("grad", inner, wide),
-                 None if up_RF is None else call.make("grad up", inner, wide), rows_RD, grad_rows,
-                 grad_x, grad_gates)
+        call.run(call.native.few_backward, as_float(weights), grads, gates_TK, wide_x, wide,
+                 before_RF, up_RF, after_RF, grad_RF, grad_up_RF, rows_RD, grad_rows, grad_x,
+                 grad_gates)
         if need_x and grad_x is None:
             grad_x = grad_rows.to(x.dtype)
         return None, grad_x, grad_gates, *(

@@ -25,7 +25,7 @@ from moe_plugin.hosts.plain.adapters import add_lora, freeze_experts
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from moe_plugin.kernels.frozen import FROZEN_FORMATS, PARTS, quantized
 from moe_plugin.layer import layers_in
-from moe_plugin.planner.units import show_size
+from moe_plugin.planner.units import show_size, show_time
 from scripts.bench.child import AnonymousPeak, call_limited, status_bytes
 
 SHARE = 0.30  # of the memory of the bf16 weights
@@ -164,7 +164,7 @@ def main() -> None:
         run = found[name]
         print(f"{name} the limit: losses {run['losses']}, peak of the cgroup "
               f"{show_size(run['cgroup_peak_bytes'])}, of it anonymous "
-              f"{show_size(run['anonymous'])}, {run['seconds']:.0f} s")
+              f"{show_size(run['anonymous'])}, {show_time(run['seconds'])}")
 
 
 if __name__ == "__main__":
