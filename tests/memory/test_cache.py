@@ -174,7 +174,7 @@ def test_slots_are_twice_the_most_that_a_call_uses():
 
 def test_a_limit_below_one_expert_and_full_slots_are_named():
     with pytest.raises(ValueError, match="too small for one expert: it must be >= 12 bytes"):
-        ExpertCache(CacheSpec(SHAPES, torch.float32, torch.device("cpu"), 11))
+        ExpertCache(CacheSpec(SHAPES, torch.float32, torch.device("cpu"), 11)).room(1)
     with pytest.raises(ValueError, match="unknown cache_policy 'fifo'; known: lfu, lru, next"):
         cache_of(2, "fifo")
     cache, late = cache_of(2), Late(random.Random(0))
