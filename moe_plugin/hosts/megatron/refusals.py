@@ -355,36 +355,23 @@ STORED = Request("experts.store={experts.store}", (
           "all layers (docs/offload.md), or experts.store=host", experts__store_path=None),),
     {"experts.store": "disk", "experts.store_path": "experts.safetensors"},
     "{setting} cannot be used with {request} in Megatron, {remedy}.")
-_ONLY_WEIGHTS = "which supports only experts without codes and adapters. Leave it out"
 FROZEN = Request(
     "finetune.frozen_experts={finetune.frozen_experts}, finetune.lora_rank={finetune.lora_rank}", (
-        *one_of("because only torch_dist can store codes and read weights that must be rounded. "
-                "Use --ckpt-format torch_dist", "ckpt_format", "torch_dist", shown="{flag} {{}}",
-                given="torch"),
-        *off("because only torch_dist can be read. Leave it out", "auto_detect_ckpt_format"),
-        *one_of("whose kernels read neither codes nor adapters. Use ieee or tf32, or leave out the "
-                "recipe", "experts.precision", "ieee", "tf32", shown=_VALUE, given="mxfp8"),
-        *one_of("because another algorithm computes such experts. Leave it out",
-                "experts.compute", "auto", shown=_VALUE, given="grouped"),
-        *one_of("which would hold other weights. Use device", "experts.store", "device",
-                shown=_VALUE, given="host"),
-        *off("because no batch-invariant kernel reads codes or adapters. Leave it out",
-             "batch_invariant", shown="batch_invariant=True"),
-        *off("because the gradients of adapters cannot be delayed. Leave it out",
-             "delay_wgrad_compute"),
-        *one_of("which orthogonalizes whole weights. Use adam or sgd", "optimizer", "adam", "sgd",
-                shown="{flag} {{}}", given="muon"),
-        *one_of("which streams trained weights. Use device", "offload.weights", "device",
-                shown=_VALUE, given="host"),
-        *off("which freezes adapters as well. Leave it out", "freeze_all_layers"),
-        *off("which counts codes as values. Leave it out", "log_params_norm"),
-        *off(_ONLY_WEIGHTS, "native_moe", "moe_use_upcycling", "moe_lighthouse"),
-        *off(_ONLY_WEIGHTS, "guard.votes", "guard.twins", "resize.expert_parallel_at",
-             shown=_VALUE, given=3),
-        *when("swarm.role={swarm.role}", lambda v: v["swarm.role"] not in (None, "none"),
-              _ONLY_WEIGHTS, swarm__role="lead")),
+        *one_of("Use torch_dist", "ckpt_format", "torch_dist", shown="{flag} {{}}", given="torch"),
+        *one_of("Use ieee or tf32, or leave out the recipe", "experts.precision", "ieee", "tf32",
+                shown=_VALUE, given="mxfp8"),
+        *one_of("Use auto", "experts.compute", "auto", shown=_VALUE, given="grouped"),
+        *one_of("Use device", "experts.store", "device", shown=_VALUE, given="host"),
+        *one_of("Use adam or sgd", "optimizer", "adam", "sgd", shown="{flag} {{}}", given="muon"),
+        *one_of("Use device", "offload.weights", "device", shown=_VALUE, given="host"),
+        *one_of("Use none", "swarm.role", "none", shown=_VALUE, given="lead"),
+        *off("Leave it out", "batch_invariant", "auto_detect_ckpt_format", "delay_wgrad_compute",
+             "freeze_all_layers", "log_params_norm", "native_moe", "moe_use_upcycling",
+             "moe_lighthouse"),
+        *off("Leave it out", "guard.votes", "guard.twins", "resize.expert_parallel_at",
+             shown=_VALUE, given=3)),
     {"finetune.frozen_experts": "nf4", "finetune.lora_rank": 8},
-    "{request} cannot be used with {setting}, {remedy}.")
+    "{request} cannot be used with {setting}. {remedy}.")
 MESSAGES = Request("pipeline_model_parallel_size={pipeline_model_parallel_size}", when(
     # Between two ranks an activation and a gradient in the same batch of messages are confused.
     # Both have the same shape, so nothing fails, but the results are wrong.
