@@ -79,7 +79,7 @@ def _chunks(case: Whole, config: Any, settings: dict[str, Any] | None) -> list[A
             post_process=ps.is_pipeline_last_stage(**at), position_embedding_type="rope",
             share_embeddings_and_output_weights=False, vp_stage=stage)
         for name, parameter, part in _parts(model):
-            _fill(parameter, name, part)
+            fill(parameter, name, part)
         if config.bf16:
             model = Float16Module(config, model)
         chunks.append(DistributedDataParallel(config, wrapper, model, disable_bucketing=number > 0))
@@ -112,7 +112,7 @@ def _parts(model: Any) -> Iterator[tuple[str, Any, tuple[str, int]]]:
             yield name.replace("weight_ED", "weight"), parameter, ("", 0)
 
 
-def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+def draw(name: str, shape: tuple[int, ...]) -> Tensor:
     g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=g) * (0.8 if "router" in name else 0.3)
     return 1 + values if "layernorm" in name and name.endswith("weight") else values
@@ -138,20 +138,20 @@ def _expert_ranks() -> int:
 
 
 @torch.no_grad()
-def _fill(parameter: Any, name: str, part: tuple[str, int]) -> None:
+def fill(parameter: Any, name: str, part: tuple[str, int]) -> None:
     from megatron.core import parallel_state as ps
 
     how, rank = part
     if how == "experts":
         for expert, value in _experts(name, parameter.data, rank):
-            value.copy_(_draw(expert, tuple(value.shape)))
+            value.copy_(draw(expert, tuple(value.shape)))
     elif how:
         shape, axis = list(parameter.shape), int(how.split()[1])
         ranks = ps.get_tensor_model_parallel_world_size()
         shape[axis] *= ranks
-        parameter.copy_(_draw(name, tuple(shape)).chunk(ranks, axis)[rank])
+        parameter.copy_(draw(name, tuple(shape)).chunk(ranks, axis)[rank])
     else:
-        parameter.copy_(_draw(name, tuple(parameter.shape)))
+        parameter.copy_(draw(name, tuple(parameter.shape)))
 
 
 def _batches(case: Whole) -> Iterator[dict[str, Tensor]]:
