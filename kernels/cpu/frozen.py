@@ -69,12 +69,12 @@ def why_not() -> str | None:
 
 def why_not_multiply() -> str | None:
     """Return the reason why `multiply` is unavailable, or None if it is available."""
-    return why_not() or (None if _functions()[1] else "the processor, the compiler or the system "
-                         "does not support AMX with bfloat16")
+    return why_not() or (None if compiled_functions()[1] else "the processor, the compiler or the "
+                         "system does not support AMX with bfloat16")
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., None] | None, Callable[..., None] | None]:
+def compiled_functions() -> tuple[Callable[..., None] | None, Callable[..., None] | None]:
     """Return the compiled functions of `decode` and `multiply`, which are loaded only once, or None
     for each function that is unavailable.
     """
@@ -100,7 +100,7 @@ def _expert(weight: StoredWeight, expert: int) -> _Weight:
 
 def decode(weight: StoredWeight, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
     """Compute `FrozenWeight.decoded`, or return None if torch must compute it."""
-    if not _readable(weight) or (decodes := _functions()[0]) is None:
+    if not _readable(weight) or (decodes := compiled_functions()[0]) is None:
         return None
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     to_oI = torch.empty(outputs.stop - outputs.start, weight.shape[1], dtype=made)
@@ -113,7 +113,7 @@ def multiply(rows: Tensor, groups: RowGroups, weight: StoredWeight, back: bool) 
     """Compute `frozen_products.expert_matmul_frozen`, or return None if torch must compute it."""
     _, inner, outer = weight.shape
     if (rows.dtype != torch.bfloat16 or not readable(rows) or inner % RUN or outer % RUN
-            or not _readable(weight) or (multiplies := _functions()[1]) is None):
+            or not _readable(weight) or (multiplies := compiled_functions()[1]) is None):
         return None
     rows, counts = rows.contiguous(), groups.counts.lengths()
     depth, breadth = (outer, inner) if back else (inner, outer)

@@ -150,7 +150,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if why is not None or request.param == "AVX512" != here:
         pytest.skip(why or f"this processor has {here}")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    caches: Any = build.library, compiled._functions
+    caches: Any = build.library, compiled.compiled_functions
     for cached in caches:
         cached.cache_clear()
     yield request.param

@@ -1,4 +1,4 @@
-"""Experts with frozen weights and LoRA adapters: our layer, and other libraries on a CPU.
+"""FrozenProblem with frozen weights and LoRA adapters: our layer, and other libraries on a CPU.
 
 All sides compute the same layer. The codes and adapters of `DISTINCT` experts are repeated, because
 quantizing the weights of all experts would take longer than the measurement.
@@ -29,7 +29,7 @@ Side = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Experts:
+class FrozenProblem:
     """The distinct experts of a layer: weights [O, I] and adapters a [R, I] and b [O, R] by matrix,
     and the router's weight [E, D].
     """
@@ -50,7 +50,7 @@ class Experts:
         return {name: [quantized(w, format) for w in ws] for name, ws in self.weights.items()}
 
 
-def make_experts(problem: Problem) -> Experts:
+def make_experts(problem: Problem) -> FrozenProblem:
     """Draw the distinct experts. The gate and up matrices share the adapter's factor a."""
     g, p = torch.Generator().manual_seed(problem.seed), problem
     sizes = {"gate": (p.hidden_dim, p.model_dim), "up": (p.hidden_dim, p.model_dim),
@@ -61,9 +61,9 @@ def make_experts(problem: Problem) -> Experts:
                 for _ in range(DISTINCT)]
 
     a = {name: draw(RANK, inner) for name, (_, inner) in sizes.items()}
-    return Experts(p, {name: draw(*size) for name, size in sizes.items()}, {**a, "gate": a["up"]},
-                   {name: draw(outer, RANK) for name, (outer, _) in sizes.items()},
-                   draw(p.experts, p.model_dim)[0])
+    weights = {name: draw(*size) for name, size in sizes.items()}
+    b = {name: draw(outer, RANK) for name, (outer, _) in sizes.items()}
+    return FrozenProblem(p, weights, {**a, "gate": a["up"]}, b, draw(p.experts, p.model_dim)[0])
 
 
 def decoded(format: str, parts: tuple[Tensor, ...]) -> Tensor:
@@ -72,7 +72,7 @@ def decoded(format: str, parts: tuple[Tensor, ...]) -> Tensor:
     return weight.decoded(0, slice(0, weight.shape[2]))
 
 
-def reference(experts: Experts, format: str | None, x_TD: Tensor) -> Tensor:
+def reference(experts: FrozenProblem, format: str | None, x_TD: Tensor) -> Tensor:
     """Compute the layer in float32 with dense matmuls of the distinct experts."""
     weights = ({name: [decoded(format, one) for one in ws]
                 for name, ws in experts.codes(format).items()} if format else experts.weights)
@@ -89,7 +89,7 @@ def reference(experts: Experts, format: str | None, x_TD: Tensor) -> Tensor:
     return (each_TED.gather(1, index_TKD) * weights_TK[..., None]).sum(1)
 
 
-def ours(experts: Experts, format: str | None) -> Side:
+def ours(experts: FrozenProblem, format: str | None) -> Side:
     """Return our layer with codes of a format, or with 16-bit weights if the format is None."""
     p = experts.problem
     layer = MoELayer(from_dict(layer_settings(p, "auto")), dtype=p.torch_dtype, device="meta")
@@ -116,7 +116,8 @@ def ours(experts: Experts, format: str | None) -> Side:
     return lambda x: layer(x).output
 
 
-def behind_router(experts: Experts, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Side:
+def behind_router(experts: FrozenProblem,
+                  compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Side:
     def side(x: Tensor) -> Tensor:
         weights_TK, ids_TK, _ = route(x, experts.router_ED, experts.problem.top_k)
         return compute(x, ids_TK, weights_TK)
@@ -136,7 +137,7 @@ class _Adapted(nn.Module):
         return self.linear(x) + (ALPHA / RANK) * F.linear(F.linear(x, self.a), self.b)
 
 
-def bitsandbytes(experts: Experts) -> Side:
+def bitsandbytes(experts: FrozenProblem) -> Side:
     """Return experts of `bitsandbytes.nn.Linear4bit` in the loop of `transformers`.
 
     `transformers` quantizes only linear layers. The experts of its models are single tensors, which
@@ -183,7 +184,7 @@ class _KTransformers(torch.autograd.Function):
         return grad_x, None, grad_weights, None, None
 
 
-def ktransformers(experts: Experts, format: str) -> Side:
+def ktransformers(experts: FrozenProblem, format: str) -> Side:
     """Return the experts of kt-kernel's fine-tuning, on the codes of `mxfp4` or `fp8`."""
     from kt_kernel.sft.amx import AMXSFTMoEWrapper
 

@@ -20,7 +20,7 @@ from scripts.bench.measure import interleaved
 from scripts.bench.peers.base import route
 from scripts.bench.peers.frozen import (
     RANK,  # noqa: F401 - named in the page
-    Experts,
+    FrozenProblem,
     Side,
     bitsandbytes,
     ktransformers,
@@ -44,7 +44,7 @@ OPTIONS = {
 }
 
 
-def sides_of(experts: Experts) -> dict[str, tuple[str | None, Side]]:
+def sides_of(experts: FrozenProblem) -> dict[str, tuple[str | None, Side]]:
     """Return the format and the function of each side whose packages are installed."""
     made: dict[str, tuple[str | None, Side]] = {
         f"ours, {format}": (format, ours(experts, format)) for format in FROZEN_FORMATS}
@@ -66,7 +66,7 @@ def call(side: Side, x_TD: Tensor, backward: bool) -> tuple[Tensor, Tensor | Non
     return y_TD.detach(), x_TD.grad
 
 
-def errors(experts: Experts, sides: dict[str, tuple[str | None, Side]], x_TD: Tensor
+def errors(experts: FrozenProblem, sides: dict[str, tuple[str | None, Side]], x_TD: Tensor
            ) -> dict[str, list[float]]:
     """Return the relative errors of each side's output and gradient, compared with a dense
     computation in float32 on the decoded codes.
@@ -79,7 +79,7 @@ def errors(experts: Experts, sides: dict[str, tuple[str | None, Side]], x_TD: Te
         for name, (format, side) in sides.items()}
 
 
-def bound(experts: Experts, x_TD: Tensor, backward: bool, speed: dict[str, float]) -> float:
+def bound(experts: FrozenProblem, x_TD: Tensor, backward: bool, speed: dict[str, float]) -> float:
     """Return the least seconds: the FLOPs at the rate of a large matmul, or the bytes of nf4 codes
     of all used experts at the rate of a large sum.
     """
