@@ -11,7 +11,7 @@ computed from stored output rows [R, D], which are small if there are few rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.cpu.expert_ffn import fused
 from moe_plugin.kernels.cpu.native.functions import INT64, NativePasses, passes, readable
-from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.weight_grads import as_it_lies
+from moe_plugin.kernels.expert_ffn import OPERANDS, FFNParameters, strategies
+from moe_plugin.kernels.weight_grads import as_it_lies, placeholder_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -46,11 +46,11 @@ def few(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tens
     gates_TK = None if plan is None else plan.weights_TK
     native = passes(x, p.activation)
     assert native is not None
-    weights = p.w_in_LDF, p.bias_in_LF, p.w_gate_LDF, p.bias_gate_LF, p.w_out_LFD, p.bias_out_LD
+    x, weights, redirected = p.operands(x)
     keep = False
     for t in (x, gates_TK, *weights) if torch.is_grad_enabled() else ():
         keep = keep or (t is not None and t.requires_grad)
-    call = _Call(native, plan, counts, keep, p.memory)
+    call = _Call(native, plan, counts, keep, p.memory, redirected)
     gates_TK = None if gates_TK is None else gates_TK.contiguous()
     return _Few.apply(call, x.contiguous(), gates_TK, *weights)
 
@@ -62,8 +62,8 @@ def why_not_few(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> str |
         return "no compiled functions"
     if not 0 < max(counts.host, default=0) <= MOST[x.dtype]:
         return f"no rows, or more than {MOST[x.dtype]} rows of an expert"
-    if p.main_grad_weights or p.sums is not None or p.later is not None:
-        return "gradients that are added to others or computed later"
+    if p.sums is not None or p.later is not None:
+        return "gradients of several calls, or computed later"
     if isinstance(rows, RowPlan) and (
             not rows.complete and bool((rows.source_R < 0).any())
             or rows.weights_TK is not None and rows.weights_TK.dtype != torch.float32):
@@ -78,12 +78,12 @@ def why_not_few(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> str |
 class _Call:
     """The arguments of a call that need no gradient, and its compiled functions.
 
-    keep: whether to save tensors for a backward pass.
+    keep: whether to save tensors for a backward pass. redirected: see `FFNParameters.operands`.
     """
 
     def __init__(self, native: NativePasses, plan: RowPlan | None, counts: list[int], keep: bool,
-                 memory: Workspace) -> None:
-        self.native, self.keep, self.memory = native, keep, memory
+                 memory: Workspace, redirected: Mapping[str, Any]) -> None:
+        self.native, self.keep, self.memory, self.redirected = native, keep, memory, redirected
         self.maps = None if plan is None else (plan.source_R.contiguous(),
                                                plan.position_TK.contiguous())
         self.start = (INT64 * (len(counts) + 1))(*accumulate(counts, initial=0))
@@ -154,8 +154,12 @@ class _Few(torch.autograd.Function):
                  grad_gates)
         if need_x and grad_x is None:
             grad_x = grad_rows.to(x.dtype)
-        return None, grad_x, grad_gates, *(
-            g if g is None else g.to(w.dtype) for g, w in zip(grads, weights, strict=True))
+        reported = [g if g is None else g.to(w.dtype) for g, w in zip(grads, weights, strict=True)]
+        for name, parameter in call.redirected.items():
+            if (grad := reported[OPERANDS.index(name)]) is not None:
+                parameter.main_grad.add_(grad)
+                reported[OPERANDS.index(name)] = placeholder_grad(parameter)
+        return None, grad_x, grad_gates, *reported
 
 
 def as_float(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
