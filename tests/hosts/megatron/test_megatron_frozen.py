@@ -131,4 +131,4 @@ def test_gradients_with_exchanges_behind_another_micro_batch() -> None:
     assert got.keys() == wanted.keys() and any(".lora_b" in name for name in got)
     for name, value in wanted.items():
         difference = float((got[name] - value).norm() / value.norm())
-        assert difference < 0.02, (name, difference)
+        assert difference < 0.01, (name, difference)  # 0.0033 at most when it was written
