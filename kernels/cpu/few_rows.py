@@ -136,9 +136,10 @@ class _Few(torch.autograd.Function):
         call, (x, gates_TK, before_RF, up_RF, rows_RD, *weights) = ctx.call, ctx.saved_tensors
         need_x, need_gates, *needs = ctx.needs_input_grad[1:]
         # hooks on saved tensors may have changed dtype or layout
-        before_RF, up_RF, rows_RD, wide_x, wide = (
+        floats: Any = (
             t if t is None else t.float().contiguous()
             for t in (before_RF, up_RF, rows_RD, x, grad_y))
+        before_RF, up_RF, rows_RD, wide_x, wide = floats
         width, inner = weights[0].shape[1:]
         grads = [
             None if w is None or not need else torch.empty_like(w, dtype=torch.float32)

@@ -23,7 +23,8 @@ def test_losses_are_equal_under_the_limit(tmp_path: Path) -> None:
         pytest.skip(reason)
     tiny = compare(str(tmp_path / "tiny"), "nf4_double", 1, TINY, 2, 1.0, besides=1 << 40)
     process = tiny["without"]["cgroup_peak_bytes"]
-    found = compare(str(tmp_path / "large"), "nf4_double", 8, LARGE, 2, SHARE + 0.06, besides=process)
+    found = compare(str(tmp_path / "large"), "nf4_double", 8, LARGE, 2, SHARE + 0.06,
+                    besides=process)
     assert found["bf16"] > 750e6
     before, after, _ = found["with"]["losses"]
     assert after < before
