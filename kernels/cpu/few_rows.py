@@ -146,7 +146,7 @@ class _Few(torch.autograd.Function):
             if index % 2 else as_it_lies(f"gradient {index}", w, call.memory)
             for index, (w, need) in enumerate(zip(weights, needs, strict=True))]
         after_RF, grad_RF, grad_up_RF = call.buffers("grad inner", wide, inner, inner,
-                                                     inner if up_RF.numel() else 0)
+                                                     0 if weights[2] is None else inner)
         grad_rows = call.memory.empty("few grad rows", (call.rows, width), wide)
         grad_x = torch.empty_like(x) if need_x and call.maps is not None else None
         grad_gates = torch.empty_like(gates_TK) if need_gates else None
