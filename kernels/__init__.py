@@ -8,7 +8,7 @@ Importing this package registers all operations and strategies.
 
 from moe_plugin.kernels import triton_ops
 from moe_plugin.kernels.choices import expert_load, slot_index
-from moe_plugin.kernels.cpu import few_rows as _few_rows  # noqa: F401  (registers few and fused)
+from moe_plugin.kernels.cpu import expert_ffn as _cpu_expert_ffn  # noqa: F401  (registers fused)
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.frozen_products import expert_matmul_frozen as _frozen  # noqa: F401

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.cpu import frozen as compiled
-from moe_plugin.kernels.cpu.frozen import StoredWeight
+from moe_plugin.kernels.cpu.frozen import WeightInCodes
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 
 
 @op
-def expert_matmul_frozen(rows: Tensor, groups: RowGroups, weight: StoredWeight,
+def expert_matmul_frozen(rows: Tensor, groups: RowGroups, weight: WeightInCodes,
                          back: bool) -> Tensor:
     """Multiply the rows of each expert by its frozen weights.
 
@@ -36,12 +36,12 @@ def expert_matmul_frozen(rows: Tensor, groups: RowGroups, weight: StoredWeight,
     return out
 
 
-def _multiply(x_NI: Tensor, weight: StoredWeight, expert: int, y_NO: Tensor) -> None:
+def _multiply(x_NI: Tensor, weight: WeightInCodes, expert: int, y_NO: Tensor) -> None:
     for outputs, tile_oI in weight.tiles(expert, x_NI.dtype):
         y_NO[:, outputs] = x_NI @ tile_oI.T
 
 
-def _add_transposed(x_NO: Tensor, weight: StoredWeight, expert: int, y_NI: Tensor) -> None:
+def _add_transposed(x_NO: Tensor, weight: WeightInCodes, expert: int, y_NI: Tensor) -> None:
     """Multiply by all tiles, and sum the results in float32 or wider, because a 16-bit sum would be
     rounded once for each tile.
     """

@@ -77,7 +77,7 @@ class GradSums:
         if name not in self._sums:
             wide, dtype = self.wide(w_LIO.dtype), w_LIO.dtype
             made = (torch.zeros_like(w_LIO, dtype=torch.float32) if wide
-                    else as_it_lies(f"gradient {name}", w_LIO, memory))
+                    else _as_it_lies(f"gradient {name}", w_LIO, memory))
             self._sums[name] = _Sum(made, set(range(len(w_LIO))) if wide else set(), dtype)
         return self._sums[name].grad_LIO, self._sums[name].experts
 
@@ -130,7 +130,7 @@ class GradSums:
             self._ended.clear()
 
 
-def as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
+def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
     """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
     those of the weight.
 

@@ -33,7 +33,7 @@ PACKED = 1 << 22  # values of rows that are packed at once, if each expert has f
 SMALL = 1 << 15  # values per thread from which another thread saves time
 
 
-class StoredWeight(Protocol):
+class WeightInCodes(Protocol):
     """The attributes of `frozen.FrozenWeight` that the matmuls use."""
 
     @property
@@ -86,19 +86,19 @@ def compiled_functions() -> tuple[Callable[..., None] | None, Callable[..., None
                              INT) if library.multiplies() else None
 
 
-def _readable(weight: StoredWeight) -> bool:
+def _readable(weight: WeightInCodes) -> bool:
     return all(readable(part) and part.shape[0] and part[0].is_contiguous()
                for part in weight.parts)
 
 
-def _expert(weight: StoredWeight, expert: int) -> _Weight:
+def _expert(weight: WeightInCodes, expert: int) -> _Weight:
     _, inner, outer = weight.shape
     parts = [part.data_ptr() + expert * part.stride(0) for part in weight.parts]
     return _Weight(KINDS.index(weight.format), inner, outer, *weight.nested_index(),
                    *(table.data_ptr() for table in weight.tables()), *parts)
 
 
-def decode(weight: StoredWeight, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
+def decode(weight: WeightInCodes, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
     """Compute `FrozenWeight.decoded`, or return None if torch must compute it."""
     if not _readable(weight) or (decodes := compiled_functions()[0]) is None:
         return None
@@ -109,7 +109,7 @@ def decode(weight: StoredWeight, expert: int, outputs: slice, dtype: torch.dtype
     return to_oI.to(dtype)
 
 
-def multiply(rows: Tensor, groups: RowGroups, weight: StoredWeight, back: bool) -> Tensor | None:
+def multiply(rows: Tensor, groups: RowGroups, weight: WeightInCodes, back: bool) -> Tensor | None:
     """Compute `frozen_products.expert_matmul_frozen`, or return None if torch must compute it."""
     _, inner, outer = weight.shape
     if (rows.dtype != torch.bfloat16 or not readable(rows) or inner % RUN or outer % RUN

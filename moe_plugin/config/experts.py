@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from moe_plugin.config.options import MOST_WIDTH, SettingsSection, option
 
-# Strategies of this package that ignore `precision`: `few` multiplies in float32, and the others
-# follow torch's precision flags. A strategy that a user registers may read `precision`.
-MULTIPLY_BY_TORCH = ("few", "fused", "grouped", "batched", "loop", "blocks")
+# Strategies of this package that multiply with torch, and therefore follow torch's precision flags
+# rather than `precision`. A strategy that a user registers may read `precision`.
+MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop", "blocks")
 
 # Precisions that round both operands of a product. They always use the kernels, whatever
 # `compute` names.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin import __version__
-from moe_plugin.kernels.cpu.few_rows import few
+from moe_plugin.kernels.cpu.expert_ffn import fused
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strategies
 from moe_plugin.kernels.groups import SCHEDULES
@@ -145,11 +145,11 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     """
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     _, width, inner = parameters.w_in_LDF.shape
-    # small loads on a CPU are computed by `few`, or else by `fused`, without the cost of a choice
+    # small loads on a CPU use the first candidate without the cost of a choice
     if x.device.type == "cpu" and not isinstance(counts, DeviceCounts) and (
             2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
             not torch.compiler.is_compiling()):
-        return few(x, rows, parameters)
+        return fused(x, rows, parameters)
     return computed(choose(x, rows, parameters).name, x, rows, parameters)
 
 

@@ -80,7 +80,7 @@ def close_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     largest = max(float(value.abs().max()) for value in want.values())
     for name, value in want.items():
-        close(got[name], value, name, max(largest / 20, 10 * float(value.abs().max())))
+        close(got[name], value, name, max(largest / 20, 12 * float(value.abs().max())))
 
 
 def kind_of(model: Any) -> str:

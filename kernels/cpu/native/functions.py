@@ -81,8 +81,6 @@ class NativePasses:
         self._forward = function(functions, f"forward_{of}", *sizes, *[POINTER] * 3, INT, INT)
         self._backward = function(functions, f"backward_{of}", *sizes, *[POINTER] * 7, INT, INT)
         self._scale = function(functions, f"scale_{of}", *sizes, *[POINTER] * 2, INT)
-        self.few_forward = function(functions, f"few_forward_{of}", POINTER, INT)
-        self.few_backward = function(functions, f"few_backward_{of}", POINTER, INT)
 
     def forward(self, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                 keep_slope: bool) -> None:

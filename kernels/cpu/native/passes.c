@@ -123,7 +123,6 @@ typedef struct {
 #define NAMED(name) name##_float32
 #define EXACT 1
 #include "passes.h"
-#include "few.h"
 #undef VALUE
 #undef NAMED
 #undef EXACT
@@ -132,4 +131,3 @@ typedef struct {
 #define NAMED(name) name##_bfloat16
 #define EXACT 0
 #include "passes.h"
-#include "few.h"

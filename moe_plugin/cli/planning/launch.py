@@ -221,10 +221,10 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
     words = [*program, "--moe-config", str(start.config)]
-    return [*torchrun_words(start), *_with_flags(words, flags, start.flags)]
+    return [*torchrun_words(start), *with_flags(words, flags, start.flags)]
 
 
-def _with_flags(words: list[str], planned: Sequence[str], given: Flags) -> list[str]:
+def with_flags(words: list[str], planned: Sequence[str], given: Flags) -> list[str]:
     """Return a launch command that also has the flags of a user's own command.
 
     The user's values replace the defaults of the launch command. Flags that the plan determines,

@@ -293,9 +293,10 @@ class StoredExperts(Experts):
             return
         use_current_names(state, prefix)
         found = {name: state[prefix + name] for name in self.shapes if prefix + name in state}
-        rest = {key: value for key, value in state.items()
-                if key.removeprefix(prefix) not in self.shapes}
+        others = [key for key in state if key.removeprefix(prefix) not in self.shapes]
+        rest = {key: state[key] for key in others if key.removeprefix(prefix) in self._parameters}
         super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        unexpected += [k for k in others if strict and k.startswith(prefix) and k not in rest]
         if strict and (not weights.filled or found):
             missing += [prefix + name for name in self.shapes if name not in found]
         wrong = [

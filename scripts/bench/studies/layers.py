@@ -182,24 +182,13 @@ def _not_measured(found: list[dict[str, Any]]) -> str:
     return layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()})
 
 
-# measured as the rates of matmuls of 64 rows with widths 512 and 1376
-WHY_GENERATED = (
-    " In bfloat16 with 8 experts, our layer multiplies in float32, and a padded batch uses the "
-    "bfloat16 instructions of the processor (AMX), which multiply 64 rows at 888 instead of 255 "
-    "GFLOP/s.")
-
-
-def _one_table(title: str, found: list[dict[str, Any]], more: str = "") -> list[str]:
-    """Return a table with one row for each candidate and one column for each layer.
-
-    more: a sentence that explains results.
-    """
+def _one_table(title: str, found: list[dict[str, Any]]) -> list[str]:
+    """Return a table with one row for each candidate and one column for each layer."""
     if not found:
         return []
     names = dict.fromkeys(result["name"] for one in found for result in layer.results(one))
     return page(
-        __name__, found[0], "several ranks", title=title, more=more,
-        not_measured=_not_measured(found),
+        __name__, found[0], "several ranks", title=title, not_measured=_not_measured(found),
         threads=f"{found[0]['threads']} thread{'s' * (found[0]['threads'] > 1)}",
         loads=", ".join(f"{one['load'][0]:g}" for one in found),
         table=columns(names, {title: "{0}"} | {
@@ -228,8 +217,7 @@ class AllLayers:
     PARTS = {
         "one_rank": (_one_rank, _each_layer),
         "two_ranks": (_two_ranks, partial(_one_table, "forward and backward on two ranks")),
-        "generated": (_generated, partial(_one_table, "forward pass of 64 tokens",
-                                          more=WHY_GENERATED))}
+        "generated": (_generated, partial(_one_table, "forward pass of 64 tokens"))}
     PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
 

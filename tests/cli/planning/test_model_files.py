@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.cli.measure.model_files import read_source
-from moe_plugin.cli.planning.launch import _with_flags, flags_of, launch_text
+from moe_plugin.cli.planning.launch import flags_of, launch_text, with_flags
 from moe_plugin.planner.cluster import BETWEEN, DEVICES, cluster_of, device_of
 from tests.cli.planning.published_models import MODELS
 
@@ -120,7 +120,7 @@ def test_quotes_and_commands_in_values_are_kept(written: str, printed: str,
     script, flags = flags_of(path, "num-layers")
     assert script == "pretrain_gpt.py"
     flags = {name: value for name, value in flags.items() if name != "num-layers"}
-    words = _with_flags([], [], flags)
+    words = with_flags([], [], flags)
     assert launch_text(["torchrun", *words]) == f"torchrun {printed}"
 
 

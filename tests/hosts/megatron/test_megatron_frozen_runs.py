@@ -183,7 +183,7 @@ def test_weights_with_their_optimizer_state_are_refused(base: dict[str, str], da
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    ("--ckpt-format torch", "--ckpt-format torch. Use torch_dist"),
+    ("--ckpt-format torch", "--ckpt-format torch, because only torch_dist can store codes"),
     ("--moe-expert-precision mxfp8", "experts.precision=mxfp8"),
     ("--moe-experts-on host", "experts.store=host"), ("--native-moe", "--native-moe"),
     ("--moe-expert-compute grouped", "experts.compute=grouped"),

@@ -24,8 +24,8 @@ from moe_plugin.experts.lora import (
 )
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
+from moe_plugin.hosts.plain.adapters.trainer import extend_trainer
 from moe_plugin.hosts.plain.huggingface import refuse_one_of_several
-from moe_plugin.hosts.plain.trainer import extend_trainer
 from moe_plugin.kernels.expert_ffn import LowRank
 from moe_plugin.kernels.frozen import FROZEN_FORMATS
 from moe_plugin.layer import MoELayer, named_layers_in

@@ -23,7 +23,7 @@ from transformers.distributed.checkpoint import (
     save_optimizer_distributed,
 )
 
-from moe_plugin.hosts.plain.trainer import FAILURES, Method, together, written
+from moe_plugin.hosts.plain.adapters.trainer import FAILURES, Method, together, written
 from moe_plugin.utils.messages import short
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler.pt"

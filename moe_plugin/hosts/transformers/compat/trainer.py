@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 from moe_plugin.comm.host_collectives import named
-from moe_plugin.hosts.plain.trainer import Method, around, save_checkpoint
+from moe_plugin.hosts.plain.adapters.trainer import Method, around, save_checkpoint
 from moe_plugin.hosts.transformers.compat import checkpoints
 from moe_plugin.hosts.transformers.register import computes_experts
 
